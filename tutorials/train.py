@@ -75,7 +75,7 @@ def line(model: torch.nn.Module, shape: tuple[int, int]) -> torch.Tensor:
 
 
 def train(model: torch.nn.Module, implementation: str, ids: torch.Tensor, rate: float, steps: int) -> list[float]:
-    """The losses of a copy of the model, step by step."""
+    """Return the losses of a copy of the model, step by step."""
     model = copy.deepcopy(model).train()
     model.set_attn_implementation(implementation)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)

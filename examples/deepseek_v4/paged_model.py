@@ -274,7 +274,7 @@ class PagedModel:
         return self._step(list(new), *self._tokens(new)).argmax(-1).tolist()
 
     def pages_for(self, tokens: int) -> int:
-        """The token pages of a request with this many tokens."""
+        """Return the token pages of a request with this many tokens."""
         return -(-tokens // self.places.page_tokens)
 
     def token_ids(self, name: str, x: Sequence[int] | Tensor) -> Tensor:
@@ -335,7 +335,9 @@ class Decoder:
         self.weights: list[int] = []
 
     def _weights(self) -> list[int]:
-        """Where the model's weights are: a graph reads them there, whatever the model has got since it was captured."""
+        """Return where the model's weights are: a graph reads them there, whatever the model has got since it was
+        captured.
+        """
         return [
             x.data_ptr()
             for module in self.owner.modules

@@ -121,7 +121,7 @@ class Upload:
             begin += room[name]
 
     def begin(self) -> dict[str, np.ndarray]:
-        """The arrays to fill, when the device has read what they held before."""
+        """Return the arrays to fill, when the device has read what they held before."""
         if self.copied is not None:
             self.copied.synchronize()
         return self.host

@@ -25,8 +25,8 @@ CSA, HCA = "compressed_sparse_attention", "heavily_compressed_attention"
 
 
 def projections(layer: Any) -> list[Any]:
-    """The linear maps of a layer's input: queries, window row; of the compressor values and gates; of the indexer
-    these two and the weights of its heads."""
+    """Return the linear maps of a layer's input: queries, window row; of the compressor values and gates; of the
+    indexer these two and the weights of its heads."""
     found = [layer.q_a_proj, layer.kv_proj]
     if layer.compressor is not None:
         found += [layer.compressor.kv_proj, layer.compressor.gate_proj]
@@ -183,7 +183,7 @@ class Step:
             self.late += [(state, rows.places[kept], new) for state, new in zip(states, (kv, gate))]
 
     def _choose(self, indexer: Any, low: Tensor, weights: Tensor, pool: Tensor, cos_sin: Tensor) -> Tensor:
-        """The rows of the compressed pool that each token reads, int32 [N, k]."""
+        """Return the rows of the compressed pool that each token reads, int32 [N, k]."""
         n, rate = low.shape[0], indexer.compress_rate
         q = self.parts.turned(indexer.q_b_proj(low).view(n, indexer.num_heads, -1), cos_sin, self.positions)
         chosen = index_topk(

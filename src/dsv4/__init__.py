@@ -59,7 +59,7 @@ __all__ = [
 ]
 
 
-_FOLDERS = ("distributed", "integrations", "reference")  # that docstrings name; imported where they are used
+_FOLDERS = ("distributed", "integrations", "reference")  # modules that docstrings name, imported where they are used
 
 
 def __getattr__(name: str) -> Any:

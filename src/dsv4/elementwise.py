@@ -27,19 +27,19 @@ class Torch:
     kernels = False
 
     def running(self) -> AbstractContextManager[Any]:
-        """A context in which a step runs."""
+        """Return a context in which a step runs."""
         return nullcontext()
 
     def norm(self, x: Tensor, by: Any) -> Tensor:
-        """RMSNorm of [N, D] with the weight of the module ``by``."""
+        """Apply RMSNorm to [N, D] with the weight of the module ``by``."""
         return _normed(x, by.variance_epsilon, by.weight).to(x.dtype)
 
     def turned(self, x: Tensor, cos_sin: Tensor, positions: Tensor, eps: float | None = None) -> Tensor:
-        """Heads [N, H, D], normed without a weight if eps is given, their last dims rotated at positions [N]."""
+        """Norm heads [N, H, D] without a weight if eps is given, and rotate their last dims at positions [N]."""
         return _rope(x.float() if eps is None else _normed(x, eps), cos_sin, positions).to(x.dtype)
 
     def store(self, pool: Pool, slots: Tensor, x: Tensor, by: Any, cos_sin: Tensor, positions: Tensor) -> None:
-        """Rows [N, D], normed by the module ``by`` and rotated at positions [N], to the row numbers slots [N]."""
+        """Norm rows [N, D] by the module ``by``, rotate them at positions [N], store them at row numbers slots [N]."""
         kv.write_rows(pool, slots, _rope(_normed(x, by.variance_epsilon, by.weight), cos_sin, positions))
 
 
@@ -47,8 +47,8 @@ class Kernels(Torch):
     kernels = True
 
     def __init__(self, backend: str, device: torch.device):
-        from dsv4.caches.kernels import normed_rows as normed  # with Triton, which a CPU does not need
-        from dsv4.compress.kernels import rings  # with Triton, which a CPU does not need
+        from dsv4.caches.kernels import normed_rows as normed  # imports Triton, which a CPU does not need
+        from dsv4.compress.kernels import rings  # imports Triton, which a CPU does not need
         from dsv4.kernels import hyper_connections as streams
 
         self.backend, self.device = backend, device
@@ -101,7 +101,9 @@ class Kernels(Torch):
         )
 
     def collapse(self, streams: Tensor, by: Any, norm: Any) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """Streams [N, H, D] -> (weights for spread, [N, D]), by a DeepseekV4HyperConnection and the norm behind it."""
+        """Collapse streams [N, H, D] by a DeepseekV4HyperConnection and the norm after it -> (weights for spread, [N,
+        D]).
+        """
         post, comb, x = self.streams.collapse(
             streams.contiguous(), by.fn, by.base, by.scale, by.hc_sinkhorn_iters, by.input_norm.eps, by.hc_eps,
             norm.weight, norm.variance_epsilon,
@@ -109,7 +111,7 @@ class Kernels(Torch):
         return (post, comb), x
 
     def spread(self, streams: Tensor, y: Tensor, weights: tuple[Tensor, Tensor]) -> Tensor:
-        """The output [N, D] of a block into the streams [N, H, D]."""
+        """Add the output [N, D] of a block to the streams [N, H, D]."""
         return self.streams.spread(streams.contiguous(), y.contiguous(), *weights)
 
 

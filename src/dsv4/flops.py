@@ -14,7 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 
 def visible_pairs(t: int, s: int, left: int, right: int) -> int:
-    """Pairs of t queries and s keys with i+s-t-left <= j <= i+s-t+right; -1 = no bound."""
+    """Count the pairs of t queries and s keys with i+s-t-left <= j <= i+s-t+right; -1 = no bound."""
 
     def clipped(shift: int) -> int:
         """Sum over i of i + shift, clipped to 0 .. s."""
@@ -25,12 +25,12 @@ def visible_pairs(t: int, s: int, left: int, right: int) -> int:
 
 
 def _values(x: Tensor | None) -> Tensor | None:
-    """x, or None where it cannot be read."""
+    """Return x, or None if its values cannot be read."""
     return x if type(x) is Tensor and not x.is_meta else None
 
 
 def _fmha_pairs(given: dict[str, Any]) -> int:
-    """Over all heads."""
+    """Count the visible pairs over all heads."""
     q = given["q"]
     left, right = given["window_left"], 0 if given["causal"] else given["window_right"]
     if given.get("cu_seqlens_q") is not None:
@@ -48,7 +48,7 @@ def _fmha_pairs(given: dict[str, Any]) -> int:
 
 
 def _listed(indices: Tensor, lengths: Tensor | None) -> int:
-    """Entries of lists that name something."""
+    """Count the entries of lists that name a row."""
     indices_, lengths_ = _values(indices), _values(lengths)
     if indices_ is None or lengths is not None and lengths_ is None:
         return indices.numel()
@@ -59,7 +59,7 @@ def _listed(indices: Tensor, lengths: Tensor | None) -> int:
 
 
 def _v4_rows(given: dict[str, Any]) -> tuple[int, int]:
-    """Rows of both pools that queries see, over all queries."""
+    """Count the rows of both pools that queries see, over all queries."""
     pool, table = given["compressed"], given["compressed_block_table"]
     window = _listed(given["window_indices"], given["window_lengths"])
     if given["compressed_indices"] is not None:
@@ -105,7 +105,7 @@ def _index_loss(given: dict[str, Any]) -> int:
 
 
 def _mlps(given: dict[str, Any]) -> tuple[int, int]:
-    """Multiplications of one of an MLP's three matrices: by experts, and by the shared expert."""
+    """Count the multiplications of one of an MLP's three matrices: by experts, and by the shared expert."""
     (tokens, hidden), w2 = given["x"].shape, given["w2"]
     inner = w2.shape[2] * (1 if given["format"] == "bf16" else 128)
     shared = 0 if given["shared_w2"] is None else tokens * given["shared_w2"].numel()
@@ -149,7 +149,7 @@ FORMULAS = {
 
 
 def register() -> None:
-    """The formulas, after all operators."""
+    """Register the formulas, once all operators exist."""
     for names, count in FORMULAS.items():
         for name in names:
             packet = getattr(torch.ops.dsv4, name)

@@ -1,5 +1,6 @@
-"""The command `dsv4`: its options and how it ends. `import dsv4` imports torch, which takes seconds. So this package
-stands beside dsv4 and imports it when a command begins its work: help and wrong usage do not wait."""
+"""The command `dsv4`: its options and its exit status. `import dsv4` imports torch, which takes seconds. So this
+separate
+package imports dsv4 only when a command begins its work: help and wrong usage do not wait."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ T = TypeVar("T")
 if TYPE_CHECKING:
     from click import UsageError
 else:
-    UsageError = typer.BadParameter.__base__  # of click, or of the copy of click in newer typers
+    UsageError = typer.BadParameter.__base__  # class of click, or of the copy of click in newer typers
 
 
 def refuse(why: str) -> NoReturn:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 MOST_SMS = 1024  # more than any GPU has
-ORDERS = ("eager", "latest", "random")  # of completion of asynchronous operations
+ORDERS = ("eager", "latest", "random")  # orders in which asynchronous operations complete
 
 
 def refuse(name: str, got: Any, accepted: str) -> NoReturn:
@@ -54,7 +54,7 @@ def flag(name: str, value: Any) -> bool:
 def sides(
     name: str, value: Any, most: tuple[int, int, int] = (2**31 - 1, 65535, 65535), least: int = 0
 ) -> tuple[int, int, int]:
-    """One to three sides of a grid, a block or a cluster -> three."""
+    """Completes one to three sides of a grid, a block or a cluster to three."""
     given = (value,) if isinstance(value, numbers.Integral) else value
     fits = isinstance(given, (tuple, list)) and 1 <= len(given) <= 3
     if not fits or not all(_is_whole(x) and least <= x <= limit for x, limit in zip(given, most)):
@@ -64,7 +64,7 @@ def sides(
 
 
 def number_in(variable: str, otherwise: int) -> int:
-    """A number in the environment."""
+    """Reads a number from the environment."""
     text = os.environ.get(variable, "")
     if text and not text.isdecimal():
         refuse(variable, text, "a number")
@@ -72,5 +72,5 @@ def number_in(variable: str, otherwise: int) -> int:
 
 
 def _is_whole(value: Any) -> bool:
-    """An int, NumPy's too; True is not one."""
+    """Returns whether x is an int, also one of NumPy's, and not a bool."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)

@@ -37,7 +37,7 @@ Value = np.ndarray | np.generic | TensorMapArgument
 
 
 def parse_argument(text: str, seed: int = 0, before: Sequence[Value] = ()) -> Value:
-    """One argument: an array (passed as a pointer), a NumPy scalar or a tensor map. before: the arguments before it."""
+    """Parses an argument: an array (passed as a pointer), a NumPy scalar or a tensor map. before: those before it."""
     text = text.strip()
     if text.startswith("map"):
         return _map(text, seed, before)
@@ -90,7 +90,7 @@ def _file(path: str) -> np.ndarray:
 
 
 def _aligned(array: np.ndarray) -> np.ndarray:
-    """A copy where device memory would be, which knows no more bytes than its own."""
+    """Returns an aligned copy, as in device memory, that has no bytes but its own."""
     if not array.nbytes:
         return array
     raw = np.empty(array.nbytes + ALIGNED, np.uint8)

@@ -1,4 +1,4 @@
-"""The exceptions that softsm raises. Every message says what happened, where and, if known, how to fix it."""
+"""The exceptions that softsm raises. Every message names what happened, where and, if known, how to fix it."""
 
 from __future__ import annotations
 

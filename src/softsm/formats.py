@@ -28,7 +28,7 @@ _ML_DTYPES = {
 
 @cache
 def table(name: str) -> np.ndarray:
-    """float32 value of every byte; for formats of fewer bits the upper bits of the byte are ignored."""
+    """Returns the float32 value of every byte; for formats of fewer bits the upper bits are ignored."""
     codes = np.arange(256, dtype=np.uint8)
     if name == "s8":
         return codes.view(np.int8).astype(np.float32)
@@ -42,7 +42,7 @@ def table(name: str) -> np.ndarray:
 
 
 def decode(bits: np.ndarray, name: str) -> np.ndarray:
-    """float32 values of an array of bit patterns: uint16 for f16/bf16, uint32 for tf32/f32, bytes for the others."""
+    """Decodes bit patterns to float32: uint16 for f16/bf16, uint32 for tf32/f32, bytes for the others."""
     if name == "bf16":
         wide = np.empty(bits.shape, np.uint32)
         np.left_shift(bits, 16, out=wide, dtype=np.uint32)
@@ -57,12 +57,12 @@ def decode(bits: np.ndarray, name: str) -> np.ndarray:
 
 
 def decode_container(data: np.ndarray, name: str) -> np.ndarray:
-    """8-bit containers of tensor memory (kind f8f6f4): a 4-bit value sits in bits 2-5, a 6-bit value in bits 0-5."""
+    """Decodes 8-bit containers of tensor memory (kind f8f6f4): 4-bit values are in bits 2-5, 6-bit ones in bits 0-5."""
     return table(name)[data >> 2 if name == "e2m1" else data]
 
 
 def unpack_nibbles(data: np.ndarray) -> np.ndarray:
-    """[..., n] bytes -> [..., 2n] 4-bit codes, low nibble first."""
+    """Unpacks bytes [..., n] to 4-bit codes [..., 2n], low nibble first."""
     out = np.empty((*data.shape[:-1], data.shape[-1] * 2), np.uint8)
     np.bitwise_and(data, 15, out=out[..., 0::2])
     np.right_shift(data, 4, out=out[..., 1::2])
@@ -70,7 +70,7 @@ def unpack_nibbles(data: np.ndarray) -> np.ndarray:
 
 
 def unpack_sixes(data: np.ndarray) -> np.ndarray:
-    """[..., 3n] bytes -> [..., 4n] 6-bit codes, lowest bits first."""
+    """Unpacks bytes [..., 3n] to 6-bit codes [..., 4n], lowest bits first."""
     triple = data.reshape(*data.shape[:-1], -1, 3).astype(np.uint32)
     word = triple[..., 0] | triple[..., 1] << 8 | triple[..., 2] << 16
     codes = (word[..., None] >> np.array([0, 6, 12, 18], np.uint32)) & 63
@@ -78,7 +78,7 @@ def unpack_sixes(data: np.ndarray) -> np.ndarray:
 
 
 def padded_bytes(name: str) -> int:
-    """Bytes of a 16-byte unit that `unpack_padded` reads; 16 for types without padding."""
+    """Returns the bytes of a 16-byte unit that `unpack_padded` reads; 16 for types without padding."""
     return 2 * BITS[name] if BITS[name] in (4, 6) else 16
 
 

@@ -98,7 +98,7 @@ def pytest_runtest_call(item: pytest.Item):
         text = _told(report)
         if text:
             item.user_properties.append(("softsm", ", ".join(sorted(set(report.codes())))))
-            if failed:  # for a reason of its own, which this may explain
+            if failed:  # failed for another reason, which the findings may explain
                 item.add_report_section("call", "softsm", text)
     if text:
         pytest.fail(text, pytrace=False)
@@ -106,7 +106,7 @@ def pytest_runtest_call(item: pytest.Item):
 
 
 def _told(report) -> str:
-    """The findings of a test. What was raised fails the test by itself, or was expected."""
+    """Returns the findings of a test. What was raised fails the test by itself, or was expected."""
     for warning in report.warnings:
         warnings.warn(f"softsm: {warning}", stacklevel=1)
     if not any(not d.raised for d in report):

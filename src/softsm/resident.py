@@ -51,7 +51,7 @@ def identity() -> dict[str, Any]:
 
 
 def hand_over(kind: str, arguments: list[str]) -> int | None:
-    """The exit status of a command that the resident process ran; None if this process has to run it.
+    """Returns the exit status of a command that the resident process ran; None if this process has to run it.
 
     kind: "softsm" or "pytest"."""
     if os.environ.get("SOFTSM_SERVE") == "0" or not hasattr(socket, "send_fds"):
@@ -76,7 +76,7 @@ def hand_over(kind: str, arguments: list[str]) -> int | None:
             send(connection, request, [0, 1, 2])
             answer, _ = receive(connection)
         except OSError:
-            return None  # it has just ended, or it hangs
+            return None  # the process has just ended, or it hangs
         if answer is None or "pid" not in answer:
             what = answer["differs"] if answer else "it gave no answer"
             print(f"softsm serve is not used: {what}", file=sys.stderr)

@@ -56,7 +56,7 @@ class BackwardContest:
     k: Tensor
     v: Tensor
     dout: Tensor
-    expected: dict[int, list[Tensor]] = field(default_factory=dict)  # by KV head: what every contender is compared with
+    expected: dict[int, list[Tensor]] = field(default_factory=dict)  # reference results, by KV head
 
     def contenders(self) -> peers.Calls:
         inputs = (self.q, self.k, self.v)
@@ -72,7 +72,7 @@ class BackwardContest:
         yield from peers.dense_backward(*inputs, self.dout, self.case.causal)
 
     def error(self, name: str, result: Any) -> float:
-        """The error of the last sequence's first and last KV heads, against fp32; the worst of dq, dk and dv."""
+        """Return the error of the last sequence's first and last KV heads, against fp32; the worst of dq, dk and dv."""
         case, worst = self.case, 0.0
         group = case.q_heads // case.kv_heads
         for head in (0, case.kv_heads - 1):
@@ -88,7 +88,7 @@ class BackwardContest:
         return worst
 
     def _in_fp32(self, head: int, heads: slice) -> list[Tensor]:
-        """dq [T, G, D], dk and dv [S, 1, D] of one KV head; blocks of queries, because their scores take gigabytes."""
+        """Return dq [T, G, D], dk and dv [S, 1, D] of one KV head, by blocks of queries: all scores need gigabytes."""
         case, scale = self.case, self.case.head_dim**-0.5
         k, v = (x[-1, :, head].float() for x in (self.k, self.v))
         dq = torch.empty_like(self.q[-1, :, heads], dtype=torch.float32)
@@ -174,7 +174,7 @@ class V4BackwardContest:
         yield from self._peers()
 
     def _peers(self) -> peers.Calls:
-        """They have one pool and do not turn the output back, so they get dO turned as q was: what we do ourselves."""
+        """Return the peers' calls. They have one pool and no inverse RoPE, so they get dO rotated as q was."""
         first = 0
         lists = []
         for rows, listed in zip(self.rows, self.lists):
@@ -186,8 +186,8 @@ class V4BackwardContest:
         yield from peers.v4_backward(self.q, pool, indices, self.sink, out, lse, dout)
 
     def error(self, name: str, result: Any) -> float:
-        """The error of dq of the first queries. The gradients of rows are sums over all queries: they agree if dq
-        does."""
+        """Return the error of dq of the first queries. The gradients of rows are sums over all queries: they agree if
+        dq does."""
         some = slice(0, self.compared)
         given = [x for rows, lists in zip(self.rows, self.lists) for x in (rows, lists[some])]
         want = reference_backward.v4_attention(
@@ -213,7 +213,7 @@ def training(
 
 
 EITHER: tuple[Mode, Mode] = ("queued", "idle")
-CASES = [  # those that a limit of time should not cut off first
+CASES = [  # first the cases that a time limit should not cut off
     *(training(512, causal) for causal in (False, True)),
     *(training(512, causal, 1, tokens=16384) for causal in (False, True)),
     V4BackwardCase(4096, 64, 128, 512),

@@ -111,7 +111,7 @@ class DenseContest:
         for head in (0, case.q_heads - 1):
             kv_head = head // (case.q_heads // case.kv_heads)
             q, k, v = (x[-1, :, h].float() for x, h in ((self.q, head), (self.k, kv_head), (self.v, kv_head)))
-            for begin in range(0, case.queries, 4096):  # of 16384 queries the scores of all would take gigabytes
+            for begin in range(0, case.queries, 4096):  # in blocks: the scores of 16384 queries would need gigabytes
                 s = q[begin : begin + 4096] @ k.T * case.head_dim**-0.5
                 if case.causal:
                     hidden = torch.ones_like(s, dtype=torch.bool).triu(1 + case.keys - case.queries + begin)

@@ -20,9 +20,9 @@ from dsv4.bench.v4 import V4Case
 from dsv4.bench.v41 import V41Case
 from dsv4.bench.varlen import VarlenCase
 
-MOST_FLOPS = 2.5e13  # of a forward pass
+MOST_FLOPS = 2.5e13  # FLOPs of a forward pass, at most
 MOST_BYTES = 8e9
-MOST_KEYS = 4_000_000  # of all requests, in fp32 and both formats
+MOST_KEYS = 4_000_000  # keys of all requests, in fp32 and both formats
 HEAD_DIMS = (64, 128, 128, 256, 512)  # 128 is what most models have
 GROUPS = (1, 1, 4, 5, 8)
 

@@ -3,7 +3,7 @@
     python -m zipfile -e humming_kernels-0.1.19-*.whl peers/      chmod +x peers/humming/_native/*/nvrtc_compile
     HUMMING_COMPILER=nvcc PYTHONPATH=src:peers python -m dsv4 bench --suite moe
 
-It needs cuda-bindings, safetensors, tqdm, tabulate and filelock beside it, and compiles kernels at run time (10 s each,
+It also needs cuda-bindings, safetensors, tqdm, tabulate and filelock, and compiles kernels at run time (10 s each,
 several at once). A call quantises activations, multiplies, applies SwiGLU and quantises, multiplies, and sums the slots
 of a token. Slots are sorted beforehand, which dsv4.moe does in its call. `scales`: one for 128 columns of activations,
 as the model has them, or one for a token (0). `form`: "grouped_contiguous", rows in the order of experts, or "indexed",

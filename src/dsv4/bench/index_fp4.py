@@ -1,4 +1,4 @@
-"""DeepSeek-V4.1's indexer in the suite `index`: 32 heads, FP4 keys and queries, beside the same with FP8 keys.
+"""DeepSeek-V4.1's indexer in the suite `index`: 32 heads with FP4 keys and queries, compared with FP8 keys.
 
 A consumer has 2048 blocks of 8 rows, which index_blocks kept for other queries; FP8 keys, DeepGEMM and torch have no
 such thing and score all rows. Keys lie in pages of 64 rows. FLOP = 2 x rows x 32 x 128; bytes = keys that must be read,
@@ -21,7 +21,7 @@ from dsv4.caches.index_keys import IndexCache, quantize_queries, quantize_querie
 from dsv4.caches.mxfp4_keys import INDEX_68
 
 HEADS, DIMS, PAGE, TOPK, BLOCKS, BLOCK = 32, 128, 64, 512, 2048, 8
-ERROR = 1e-2  # of the largest score: products of e4m3 on Hopper's tensor cores keep 14 bits of a sum
+ERROR = 1e-2  # relative to the largest score: products of e4m3 on Hopper's tensor cores keep 14 bits of a sum
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""One case of a suite: its contenders, what they gave, how long they took."""
+"""One case of a suite: its contenders, their results and their times."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Contest(Protocol):
     """A case with its tensors made."""
 
     def contenders(self) -> Iterator[tuple[str, Callable[[], Any]]]:
-        """(name, call) of ours, then of everything here that can compute the case, in a form that can be repeated."""
+        """Yield (name, call) of ours, then of everything here that can compute the case; calls can be repeated."""
         ...
 
     def error(self, name: str, result: Any) -> float:
-        """How far the result of a call is from the right one; at most 1 is right."""
+        """Return how far the result of a call is from the right one; at most 1 is right."""
         ...
 
 
@@ -38,7 +38,9 @@ class Case(Protocol):
     def bytes(self) -> float: ...
 
     def on_device(self, aot: Path | None = None) -> Contest:
-        """aot: a directory of `dsv4 compile` whose kernels are contenders too, where the suite has such."""
+        """Make the contest. aot: a directory of `dsv4 compile` whose kernels are contenders too, if the suite has
+        them.
+        """
         ...
 
 
@@ -71,9 +73,8 @@ class Measured:
 
 
 def measure(case: Case, repeats: int = 30, aot: Path | None = None, peers: Sequence[str] = ("",)) -> Measured:
-    """Every contender is checked before it is timed: a wrong result has no speed. What the errors are relative to is
-    the bound of the case: 1 is the most that is right. peers: those whose name contains one of these words take part,
-    and ours always."""
+    """Check every contender, then time those that are right. Errors are relative to the bound of the case: at most 1
+    is right. peers: words; of the peers, those whose name contains one of them are measured."""
     result = Measured(case)
     contest = case.on_device(aot)
     calls: dict[str, Callable[[], Any]] = {}

@@ -89,7 +89,7 @@ def bf16_weights(layer: Layer) -> tuple[Tensor, Tensor]:
 @lru_cache(maxsize=2)
 def humming_weights(layer: Layer, scales: int) -> Any:
     """Return the same for Humming, which has a layout for each recipe of activations."""
-    from dsv4.bench.humming import Humming  # with Triton, which a machine without a GPU may not have
+    from dsv4.bench.humming import Humming  # imports Triton, which a machine without a GPU may not have
 
     return Humming(weights_of(layer).unpack(), scales)
 
@@ -116,7 +116,7 @@ class MoeContest:
         made: list[Callable[[], Tensor]] = []
 
         def call() -> Tensor:
-            if not made:  # its kernels are compiled by the first call
+            if not made:  # the first call compiles Humming's kernels
                 weights = humming_weights(self.case.layer, scales)
                 made.append(weights.call(self.x, self.ids, self.weights, form))
             return made[0]()

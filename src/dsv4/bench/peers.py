@@ -124,7 +124,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Calls:
         yield "torch bmm", products
     ffpa = module("FFPA")
     if ffpa is not None and d > 256 and queries > 1:
-        mine = [x.contiguous() for x in (qh, kh, vh)]  # its layout, made beforehand
+        mine = [x.contiguous() for x in (qh, kh, vh)]  # the peer's layout, made beforehand
         for backend in ("cutedsl", "triton"):
             yield (
                 f"FFPA {backend}",

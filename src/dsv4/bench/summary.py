@@ -16,7 +16,7 @@ TOGETHER = ("compress", "write")  # kinds that need no more than their first wor
 
 
 def has_peer(case: dict[str, Any]) -> bool:
-    """Whether both our call and a peer's ran."""
+    """Return whether both our call and a peer's ran."""
     return "dsv4" in case["microseconds"] and not all(who.startswith("dsv4") for who in case["microseconds"])
 
 

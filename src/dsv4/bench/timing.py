@@ -9,11 +9,11 @@ stream of its forward pass, is called instead, in one of two ways:
 
 Calls in a row would measure neither: behind a long call the host is ahead, behind a short one it is not. Before every
 replay a buffer larger than the L2 is read, so that nothing is found there (read, not written: writing its lines back
-would be timed too). The graphs of all calls take turns, so that a change of the clock or of the temperature meets all
-of them. Their order changes from turn to turn: a call finds the host's caches, the memory and the clock as the call
-before it left them, so a fixed order would favour those that follow their like. A call whose replays would take more
-than a second has fewer, spread over the turns. After every replay a kernel on the same stream reads the clock of a
-multiprocessor against the nanosecond timer.
+would be timed too). The graphs of all calls alternate, so that a change of the clock or of the temperature affects all
+of them. Their order changes from round to round: a call finds the host's caches, the memory and the clock as the call
+before it left them, so a fixed order would favour those that follow a similar call. A call whose replays would take
+more than a second has fewer, spread over the rounds. After every replay a kernel on the same stream reads the clock of
+a multiprocessor against the nanosecond timer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor
 PROBE_NS = 40_000  # the timer may move in steps of a microsecond
 QUEUE_NS = 1_500_000  # a backward pass of 40 launches takes the host half a millisecond
 Mode = Literal["graph", "queued", "idle"]
-SECONDS, FEWEST = 1.0, 5  # of all replays of a call; the fewest replays
+SECONDS, FEWEST = 1.0, 5  # seconds for all replays of a call; the fewest replays
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ class Sample:
 
 
 def time_call(call: Callable[[], Any], repeats: int = 30) -> float:
-    """Median microseconds of one CUDA-graph replay of ``call``."""
+    """Return the median microseconds of one CUDA-graph replay of ``call``."""
     return time_turns({"": captured(call).replay}, repeats, clocks=False)[""].microseconds
 
 
 def time_calls(
     calls: Mapping[str, Callable[[], Any]], repeats: int = 30, mode: Mode = "graph"
 ) -> tuple[dict[str, Sample], dict[str, str]]:
-    """(samples, reasons) of calls that take turns; a call that cannot be captured has a reason instead of a sample."""
+    """Time calls alternately -> (samples, reasons): a call that cannot be captured has a reason, not a sample."""
     runs, refused = {}, {}
     for name, call in calls.items():
         try:
@@ -94,7 +94,7 @@ def time_turns(
     clocks: bool = True,
     mode: Mode = "graph",
 ) -> dict[str, Sample]:
-    from dsv4.bench import clock  # with Triton, which a machine without a GPU may not have
+    from dsv4.bench import clock  # imports Triton, which a machine without a GPU may not have
 
     flush = _flush_buffer() if flush is None else flush
     waiting = torch.zeros(4, dtype=torch.int64, device="cuda")
@@ -131,13 +131,13 @@ def time_turns(
 
 
 def turns_of(seconds: float, repeats: int) -> set[int]:
-    """The turns, of `repeats`, in which a call of this duration is replayed: all, or fewer, evenly spread."""
+    """Return the turns, of `repeats`, in which a call of this duration is replayed: all, or fewer, evenly spread."""
     count = min(repeats, max(FEWEST, int(SECONDS / max(seconds, 1e-9))))
     return {turn for turn in range(repeats) if (turn + 1) * count // repeats > turn * count // repeats}
 
 
 def _timed(run: Callable[[], Any]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    """The events before and after a run."""
+    """Return the events before and after a run."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     run()
@@ -146,13 +146,13 @@ def _timed(run: Callable[[], Any]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
 
 
 def megahertz(stamps: Tensor) -> float:
-    """Median of stamps [n, 4]: (cycles, nanoseconds) twice."""
+    """Return the median clock of stamps [n, 4]: (cycles, nanoseconds) twice."""
     cycles, ns = (stamps[:, 2] - stamps[:, 0]).double(), (stamps[:, 3] - stamps[:, 1]).double()
     return float((cycles / ns.clamp_min(1)).median() * 1e3)
 
 
 def ceilings() -> dict[str, float]:
-    """Device copy (TB/s, bytes read + written) and a bf16 matrix product (TFLOP/s) on random data."""
+    """Measure a device copy (TB/s, bytes read + written) and a bf16 matrix product (TFLOP/s) on random data."""
     x = torch.randn(1 << 30, device="cuda", dtype=torch.bfloat16)
     y = torch.empty_like(x)
     # A kernel: a plain copy_ would become a memcpy node of the graph, which is slower.

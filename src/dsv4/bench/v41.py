@@ -1,7 +1,7 @@
 """Part of the suite `v4`: v4_attention with the rows of DeepSeek-V4.1, 528 bytes in the window and 288 compressed.
 
-Beside them our own kernels with what engines store on Hopper, V4's 584-byte rows ("dsv4 584"), or with bf16 rows for
-prefill, and FlashMLA with the same. Rows are picked at random from two pools. Counted are the bytes of V4.1's rows.
+The contenders are our own kernels with what engines store on Hopper, V4's 584-byte rows ("dsv4 584"), or with bf16 rows
+for prefill, and FlashMLA with the same. Rows are picked at random from two pools. The bytes are those of V4.1's rows.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class VarlenContest:
         return peers.first(call(*self.inputs))
 
     def error(self, name: str, result: Any) -> float:
-        """The error of the last sequence's last query head, or of the gradients of its KV head, against fp32."""
+        """Return the error of the last sequence's last query head, or of the gradients of its KV head, against fp32."""
         case, group = self.case, self.case.q_heads // self.case.kv_heads
         rows = slice(int(self.starts[-2]), int(self.starts[-1]))
         heads = [slice(-group, None), slice(-1, None), slice(-1, None)]

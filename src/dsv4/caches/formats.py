@@ -30,12 +30,12 @@ class RowFormat:
     """Sizes of a row. There is one object per name: it is compared and hashed as such."""
 
     name: str
-    values: int  # of a row
+    values: int  # values of a row
     coded: int  # the first values, which are codes with scales; the others are bf16
     code_bits: int
     group: int  # codes that share a scale
-    scale_bytes: int  # of a row, with padding
-    stride_unit: int  # by default, pages begin at multiples of it
+    scale_bytes: int  # bytes of the scales of a row, with padding
+    stride_unit: int  # the default page stride is a multiple of this
     interleaved: bool = False
     unpacks_smaller: ClassVar[bool] = False  # whether unpack accepts the SPEED of that name
 
@@ -160,7 +160,9 @@ class Fp8Rows(RowFormat):
     MIN_SCALE = 1e-4  # an all-zero group still gets a scale
 
     def quantize(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """A group that holds a NaN or an infinity gets the ue8m0 NaN (255) as its scale and reads back as NaN."""
+        """Quantise rows; a group that holds a NaN or an infinity gets the ue8m0 NaN (255) as its scale and reads
+        back as NaN.
+        """
         n = rows.shape[0]
         groups = rows[:, : self.coded].float().reshape(n, self.groups, self.group)
         target = (groups.abs().amax(-1) / E4M3_MAX).clamp_min(self.MIN_SCALE)  # [n, groups]
@@ -174,7 +176,7 @@ class Fp8Rows(RowFormat):
         return data, scales
 
     def dequantize(self, data: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """e4m3 times a power of two is exact in bf16."""
+        """Dequantise rows; e4m3 times a power of two is exact in bf16."""
         rows = torch.empty(data.shape[0], self.values, dtype=dtype, device=data.device)
         groups = rows[:, : self.coded].unflatten(1, (self.groups, self.group))
         groups.copy_(data[:, : self.coded].contiguous().view(torch.float8_e4m3fn).view(groups.shape))
@@ -199,7 +201,9 @@ class Mxfp8Rows(RowFormat):
     LEAST = 1e-4  # an all-zero group still gets a scale
 
     def quantize(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """A group that holds a NaN or an infinity gets the ue8m0 NaN (255) as its scale and reads back as NaN."""
+        """Quantise rows; a group that holds a NaN or an infinity gets the ue8m0 NaN (255) as its scale and reads
+        back as NaN.
+        """
         groups = rows.float().unflatten(1, (self.groups, self.group))
         target = groups.abs().amax(-1).clamp_min(self.LEAST) / E4M3_MAX
         scales = torch.where(torch.isfinite(target), ceil_log2(target) + 127, 255).to(torch.uint8)
@@ -207,7 +211,7 @@ class Mxfp8Rows(RowFormat):
         return codes.view(torch.uint8).flatten(1), scales
 
     def dequantize(self, data: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """e4m3 times a power of two is exact in bf16."""
+        """Dequantise rows; e4m3 times a power of two is exact in bf16."""
         codes = data.contiguous().view(torch.float8_e4m3fn).to(dtype).unflatten(1, (self.groups, self.group))
         return (codes * scales.contiguous().view(torch.float8_e8m0fnu).to(dtype)[..., None]).flatten(1)
 
@@ -226,14 +230,16 @@ class Nvfp4Rows(RowFormat):
     LEAST = 2.0**-9  # the smallest e4m3; a group of zeros also has it
 
     def quantize(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """A group that holds a NaN or an infinity gets the e4m3 NaN (127) as its scale and reads back as NaN."""
+        """Quantise rows; a group that holds a NaN or an infinity gets the e4m3 NaN (127) as its scale and reads
+        back as NaN.
+        """
         groups = rows.float().unflatten(1, (self.groups, self.group))
         target = groups.abs().amax(-1) / E2M1_MAX
         scales = target.clamp(self.LEAST, E4M3_MAX).where(torch.isfinite(target), torch.nan).to(torch.float8_e4m3fn)
         return encode_e2m1((groups / scales.float()[..., None]).flatten(1)), scales.view(torch.uint8)
 
     def dequantize(self, data: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """The product has 6 significant bits: exact in bf16 and in fp16."""
+        """Dequantise rows; the product has 6 significant bits, so it is exact in bf16 and in fp16."""
         groups = decode_e2m1(data).to(dtype).unflatten(1, (self.groups, self.group))
         return (groups * scales.contiguous().view(torch.float8_e4m3fn).to(dtype)[..., None]).flatten(1)
 
@@ -279,7 +285,7 @@ def encode_e2m1(x: Tensor) -> Tensor:
     ties to the even code; values beyond 6 become 6; the sign of zero is kept; NaN becomes 0."""
     size = x.abs()
     code = torch.signbit(x).to(torch.uint8) << 3
-    for i, middle in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):  # between codes i and i + 1
+    for i, middle in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):  # the middle between codes i and i + 1
         code += size >= middle if i % 2 else size > middle
     return code[..., 0::2] | (code[..., 1::2] << 4)
 

@@ -20,7 +20,9 @@ class Mxfp4Keys(RowFormat):
     LEAST = E2M1_MAX * 2.0**-126  # a group of zeros still gets a scale
 
     def quantize(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """A group that holds a NaN or an infinity gets the ue8m0 NaN (255) as its scale and reads back as NaN."""
+        """Quantise rows; a group that holds a NaN or an infinity gets the ue8m0 NaN (255) as its scale and reads
+        back as NaN.
+        """
         groups = rows.float().unflatten(-1, (self.groups, self.group))
         target = groups.abs().amax(-1).clamp_min(self.LEAST) / E2M1_MAX
         exponent = ceil_log2(target)
@@ -28,7 +30,7 @@ class Mxfp4Keys(RowFormat):
         return encode_e2m1(torch.ldexp(groups, -exponent[..., None]).flatten(-2)), scales
 
     def dequantize(self, data: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """e2m1 times a power of two is exact in bf16."""
+        """Dequantise rows; e2m1 times a power of two is exact in bf16."""
         groups = decode_e2m1(data).to(dtype).unflatten(-1, (self.groups, self.group))
         return (groups * scales.contiguous().view(torch.float8_e8m0fnu).to(dtype)[..., None]).flatten(-2)
 

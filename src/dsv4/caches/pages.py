@@ -32,7 +32,7 @@ class PackedRows:
     rows_per_page: int
     page_stride: int = -1
     format_name: str = ""
-    kind: ClassVar[type[RowFormat] | tuple[type[RowFormat], ...]] = RowFormat  # of the formats that a class accepts
+    kind: ClassVar[type[RowFormat] | tuple[type[RowFormat], ...]] = RowFormat  # the formats that a class accepts
 
     def __post_init__(self) -> None:
         checks.tensor("storage", self.storage, ("bytes",), (torch.uint8,))
@@ -136,7 +136,7 @@ class PackedRows:
 
     @property
     def rows(self) -> int:
-        """Row numbers run from 0 to rows - 1."""
+        """The number of rows; row numbers are 0 to rows - 1."""
         return self.pages * self.rows_per_page
 
     @property
@@ -233,7 +233,7 @@ class PackedRows:
 
 
 def _apart(pages: Tensor, width: int) -> bool:
-    """Whether the rows of a page do not follow each other. The stride of a single row means nothing."""
+    """Return whether the rows of a page do not follow each other. The stride of a single row means nothing."""
     return pages.shape[1] > 1 and pages.stride(1) != width
 
 

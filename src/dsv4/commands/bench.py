@@ -157,7 +157,7 @@ def markdown(record: dict[str, Any]) -> str:
     ]
     for case in record["cases"]:
         if not has_peer(case):
-            continue  # it failed, or nothing else can run it
+            continue  # the case failed, or no peer can run it
         peer = best_peer(case)
         bytes_count = "decode" in case["case"] or not case.get("flops", 1)
         unit, values = ("TB/s", case["terabytes_per_second"]) if bytes_count else ("TFLOP/s", case["tflops"])

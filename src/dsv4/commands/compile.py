@@ -40,7 +40,7 @@ def compile(  # noqa: A001 - the command's name
         of_v4 = ", ".join(k for k in kinds if k in variants.ONLY_V4)
         accepted = "accepted: with head dim 512 and bf16, v4 and v4-backward also with fp16"
         usage.refuse(f"--kind: got {of_v4!r}; {accepted}")
-    out.mkdir(parents=True, exist_ok=True)  # before minutes of compiling
+    out.mkdir(parents=True, exist_ok=True)  # fail now, not after minutes of compiling
     if not os.access(out, os.W_OK):
         raise PermissionError(errno.EACCES, "the directory is not writable", str(out))
     console = show.console()
@@ -66,7 +66,7 @@ _work: tuple[dict[str, Launch], Path, str]
 
 
 def _take(*work: Any) -> None:
-    """Gives a new process what its parent found. After a fork this sends nothing."""
+    """Hand a new process what its parent found. After a fork this sends nothing."""
     global _work
     _work = work  # type: ignore[assignment]
 

@@ -33,9 +33,9 @@ TRIALS = (("seeds", "d64-t4-s128"), ("v4", "csa-t128"))  # suite, case
 class Engine(NamedTuple):
     package: str
     distributions: tuple[str, ...]  # builds of one engine for GPUs and for CPUs
-    switch: str  # of the plug-in
+    switch: str  # environment variable of the plug-in
     listed: str  # the engine's list of plug-ins that it loads
-    option: str  # that names the backend without the switch
+    option: str  # command-line option that names the backend without the switch
 
 
 ENGINES = (
@@ -46,7 +46,7 @@ ENGINES = (
 
 @dataclass(frozen=True)
 class Finding:
-    """`ok`: True = works, False = asked to work here and does not, None = not here, and that is not a fault."""
+    """One line of the report. `ok`: True = works, False = should work here and does not, None = absent, no fault."""
 
     what: str
     found: str
@@ -108,7 +108,7 @@ def emulator() -> Finding:
 
 
 def plug_in(engine: Engine) -> Finding:
-    """Check the plug-in of an engine: one that does not load it cannot say that its switch has no effect."""
+    """Check the plug-in of an engine: an engine that does not load it cannot warn that its switch has no effect."""
     installed = next((v for v in map(show.version_of, engine.distributions) if v), None)
     value, listed = os.environ.get(engine.switch, ""), os.environ.get(engine.listed)
     # vLLM reads an empty list as none at all
@@ -166,7 +166,7 @@ def wheel() -> Finding:
 
 
 def slower() -> str:
-    """Say so where this machine's GPU and Triton are a pair for which the wheel is faster."""
+    """Return a hint if the wheel is faster for this machine's GPU and Triton."""
     if not torch.cuda.is_available() or dispatch.capability_of() != (9, 0):
         return ""
     found = dispatch.triton_version()

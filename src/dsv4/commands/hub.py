@@ -1,8 +1,8 @@
 """`dsv4 hub --out DIR` writes the attention of dsv4 as a kernel of the Hugging Face hub, `build/torch-universal`.
 
-The hub loads a folder as a module with a name of its own, beside other builds and perhaps beside an installed dsv4. So
-the modules that attention needs are copied, and every mention of the package `dsv4` in them (imports, module names in
-strings, the namespace of torch operators) becomes the build's own name. Nothing outside torch and Triton is needed.
+The hub loads a folder as a module with its own name, in a process that may have other builds and an installed dsv4. So
+`dsv4 hub` copies the modules that attention needs, and replaces the package name `dsv4` in them (imports, module names
+in strings, the namespace of torch operators) by the build's own name. A build needs nothing but torch and Triton.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def write(out: Path) -> tuple[str, Path, list[str]]:
 
 
 def metadata(name: str) -> dict:
-    """Return what the hub asks of a build. `cpu` is the type of a build that runs anywhere; GPUs are found at the
-    call."""
+    """Return the metadata that the hub requires of a build. `cpu` is the type of a build that runs anywhere; GPUs are
+    found at the call."""
     return {
         "name": "dsv4",
         "id": name,

@@ -122,7 +122,7 @@ def kernels(
         write.write_text(page + predicted_section(write))
 
 
-PREDICTED = "\n## Predicted times\n"  # written by benchmarks/timing.py
+PREDICTED = "\n## Predicted times\n"  # benchmarks/timing.py writes this section
 
 
 def predicted_section(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""What the commands print with: tables on stdout, progress on stderr, and the closing line."""
+"""Output of the commands: tables on stdout, progress on stderr, and the closing line."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run_with_progress(
     jobs: int = 1,
     each: Callable[[Result], None] = lambda result: None,
 ) -> list[Result]:
-    """Run the cases, in `jobs` processes, calling `each` as results come; the results in the order of the cases."""
+    """Run the cases in `jobs` processes, call `each` with every result as it arrives, and return all in order."""
     found: dict[str, Result] = {}
     with progress() as bar:
         task = bar.add_task(label, total=len(cases))
@@ -69,7 +69,7 @@ def mark(ok: bool) -> str:
 
 
 def closing_line(results: Iterable[Result], stderr: bool = False) -> int:
-    """Print `N passed, N failed` alone on a line; the exit status: 0 only if something ran and all of it passed."""
+    """Print `N passed, N failed` alone on a line; return the exit status, 0 only if something ran and all passed."""
     verdicts = [result.ok for result in results]
     passed = sum(verdicts)
     sys.stdout.flush()

@@ -54,7 +54,7 @@ def module(column: Column, operation: str, backward: bool) -> Any | None:
 
 
 def answer(column: Column, one: Any) -> bool | None:
-    """Whether this backend runs this problem; None: it has no such operation yet."""
+    """Return whether this backend runs this problem; None: it has no such operation yet."""
     found = module(column, one.operation, one.backward)
     if found is None:
         return None

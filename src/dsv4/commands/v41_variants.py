@@ -23,7 +23,7 @@ from dsv4.index.problem import IndexProblem
 from dsv4.runtime import dispatch
 from dsv4.runtime.program import Launch
 
-BLOCKS = 2048  # that a source layer keeps
+BLOCKS = 2048  # blocks that a source layer keeps
 PAGES = (64, 32)  # rows: multiples of 64, and others
 ROUNDED = ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True))  # (weights, scores to bf16)
 

@@ -128,7 +128,7 @@ def of_fmha(kinds: Iterable[str], dims: list[int], dtypes: list[str]) -> list[tu
 
 def launches(part: tuple, sizes: Sizes, arch: str) -> list[Launch]:
     """Returns the launches of one part of `wanted`."""
-    from . import gradient_variants, moe_variants, v41_variants  # they import Triton; the command line must not
+    from . import gradient_variants, moe_variants, v41_variants  # import Triton, which the command line must not
 
     kind, *rest = part
     codes, option = kind == "e4m3", {kind: OPTIONS[kind]} if kind in OPTIONS else {}
@@ -237,7 +237,7 @@ def v4_small(
     def pool(cls: type | None) -> Any:
         if cls is not None:
             return cls(unset_pages(room if width else 2, cls).view(-1), 64)
-        count = 4 if queries == 64 else 8 * room  # with 4, every row is listed often
+        count = 4 if queries == 64 else 8 * room  # with 4 rows, every row is listed often
         pages = torch.empty(count, 8 * 512 + (64 if rows == "odd pages" else 0), dtype=dtype)
         return pages[:, : 8 * 512].view(count, 8, 512)
 

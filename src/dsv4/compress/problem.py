@@ -32,7 +32,7 @@ class Parameters(NamedTuple):
     norm_weight: Tensor  # [d]
     cos_sin: Tensor | None
     eps: float
-    dtype: torch.dtype  # of a row, before it is stored
+    dtype: torch.dtype  # dtype of a row, before it is stored
     m: int  # the ratio
 
 
@@ -52,14 +52,14 @@ class CompressProblem:
     old_gate: Tensor | None
     seen: int  # tokens before this call
     eps: float
-    dtype: torch.dtype  # of a row, before it is stored
+    dtype: torch.dtype  # dtype of a row, before it is stored
     new_kv: Tensor  # fp32 [B, what the state keeps, width], to be filled
     new_gate: Tensor
     rows: Tensor | None = None  # [B, windows, d], to be filled; or
-    pool: Pool | None = None  # written to, ...
+    pool: Pool | None = None  # the pool that receives the rows, ...
     slots: Tensor | None = None  # ... int32 or int64 [B, windows]: in these rows
 
-    q = property(lambda self: self.kv)  # its device is that of the problem
+    q = property(lambda self: self.kv)  # a tensor on the device of the problem
     d = property(lambda self: self.norm_weight.shape[0])
     overlap = property(lambda self: self.kv.shape[-1] == 2 * self.d)
     kept = property(lambda self: 0 if self.old_kv is None else self.old_kv.shape[1])

@@ -18,7 +18,7 @@ from dsv4.compress import forward
 from dsv4.compress.problem import Parameters, state_size
 from dsv4.runtime import gradients
 
-BLOCK_BYTES = 64 << 20  # of one tensor of slots, in fp32
+BLOCK_BYTES = 64 << 20  # bytes of one tensor of slots, in fp32
 
 ARGUMENTS = "Tensor kv, Tensor? gate, Tensor? position_bias, Tensor norm_weight, Tensor? cos_sin, float eps, SymInt m"
 

@@ -1,4 +1,4 @@
-"""prefill, its arguments checked: the forward pass that is run alone and under autograd."""
+"""The forward pass of prefill, after its arguments were checked, with and without autograd."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ class Setting(NamedTuple):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, setting: Setting) -> tuple[Tensor, Tensor]:
-    """prefill, its arguments checked -> out, lse."""
+    """Run prefill, whose arguments are checked -> out, lse."""
     left, right, softmax_scale, order, method, group, deterministic, backend = setting
     rank, size = rank_and_size(group)
     pieces = pieces_of(q.shape[1], order)
@@ -69,8 +69,8 @@ def cut(t: int, s: int, shift: int, left: int, right: int) -> tuple[int, int, tu
 
 
 class State:
-    """What a piece of queries has seen so far. dtype: fp32 where partials are merged, so that the result is rounded
-    once; q's where there is one call."""
+    """The partial result of a piece of queries. dtype: fp32 if partial results are merged, so that the result is
+    rounded once; q's if there is one call."""
 
     def __init__(self, q: Tensor, dtype: torch.dtype):
         b, t, heads, _ = q.shape
@@ -81,7 +81,7 @@ class State:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, shift: int, left: int, right: int, options: dict, sink: Tensor | None
     ) -> None:
-        """One part of the keys; see cut for what is seen of it."""
+        """Attend to one part of the keys; `cut` determines which of them are seen."""
         part = cut(q.shape[1], k.shape[1], shift, left, right)
         if part is None:
             return

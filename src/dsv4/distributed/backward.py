@@ -1,13 +1,12 @@
 """Gradients of dsv4.distributed.forward: prefill, by ring and by gather, and unshard.
 
-The backward pass of a part of the keys needs nothing of the others but the out and the lse of the whole, which every
-rank has of its own queries; so the gradients of the parts add up. dQ stays on the rank of its queries. dK and dV are
-sums over the ranks, in fp32. With method="ring" they travel with their keys, around the ring a second time, and are
-home after as many steps as there are ranks. With "gather" every rank computes them for all keys, then the ranks
-exchange them.
+Besides its keys, the backward pass of a part needs only out and lse of the whole, which every rank has for its own
+queries; so the gradients of the parts add up. dQ stays on the rank of its queries. dK and dV are sums over the ranks,
+in fp32. With method="ring" they travel with their keys around the ring a second time, and return to their rank after
+as many steps as there are ranks. With "gather" every rank computes them for all keys, then the ranks exchange them.
 
-Every part's gradient is rounded to the dtype once, as the partials of the forward pass are. The sums are made in one
-order, so that they have the same bits on every run.
+Every part's gradient is rounded to the dtype once, as the partial results of the forward pass are. The order of the
+sums is fixed, so that they have the same bits on every run.
 """
 
 from typing import Any
@@ -53,7 +52,7 @@ class Prefill(torch.autograd.Function):
 
 
 class OnlyOnce(torch.autograd.Function):
-    """A gradient as it is, with its inputs: its own gradient is rejected by name, as that of every operation here."""
+    """Pass a gradient through unchanged; differentiating it again raises an error that names the operation."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, *inputs: Any) -> Tensor:
@@ -106,7 +105,9 @@ class Queries:
         return sums
 
     def add(self, first: int, k: Tensor, v: Tensor, sums: Tensor) -> None:
-        """Keys `first` .. of the sequence: to sums [2, B, S, Hkv, D], what my queries make of dk and dv; to dq."""
+        """Add this rank's shares of dk and dv of the keys from `first` on to sums [2, B, S, Hkv, D], and its share of
+        dq.
+        """
         setting = self.setting
         for n, number in enumerate(piece_numbers(self.rank, self.size, setting.order)):
             part = cut(self.piece, k.shape[1], number * self.piece - first, setting.left, setting.right)
@@ -139,7 +140,7 @@ class Queries:
 
 
 class Unshard(torch.autograd.Function):
-    """Every rank has the whole; its gradient is the sum of what each makes of it."""
+    """Give every rank the whole; its gradient is the sum of the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, order: str, group: Any) -> Tensor:
@@ -147,14 +148,13 @@ class Unshard(torch.autograd.Function):
         return gathered_whole(x, dim, order, group)
 
     @staticmethod
-    @once_differentiable  # it reads only the incoming gradient, so torch would differentiate it again
+    @once_differentiable  # backward reads only the incoming gradient, so torch would differentiate it again
     def backward(ctx: Any, *grads: Any) -> Any:
         return scattered(grads[0], *ctx.where), None, None, None
 
 
 def scattered(whole: Tensor, dim: int, order: str, group: Any) -> Tensor:
-    """Return this rank's part of the sum over the ranks of a whole tensor: what unshard brings together, the other
-    way."""
+    """Return this rank's part of the sum over the ranks of a whole tensor: the reverse of unshard."""
     _, size = rank_and_size(group)
     if size == 1:
         return whole

@@ -1,4 +1,4 @@
-"""Expert parallelism: every rank of a group has tokens of its own, and some of the experts.
+"""Expert parallelism: every rank of a group has its own tokens and some of the experts.
 
 Rank r of R has experts r E to (r + 1) E - 1 of R E; ids number all of them. The result is that of one call of dsv4.moe
 with all experts, bit for bit if both run the kernels of one architecture: a slot is computed by the rank of its expert
@@ -22,7 +22,7 @@ from dsv4.runtime.checks import Backend
 from dsv4.runtime.program import Program, tensors_of
 
 REGION = 128  # bytes that a part of the memory begins at a multiple of
-MOST_RANKS = 72  # that reach each other's memory by NVLink
+MOST_RANKS = 72  # ranks that reach each other's memory by NVLink, at most
 
 
 class ExpertMemory:
@@ -67,7 +67,7 @@ class ExpertMemory:
 
 
 class Ranks(NamedTuple):
-    """What the kernel's preparation knows of the ranks: slots of a program, and numbers."""
+    """The ranks, as the preparation of the kernel needs them: slots of a program, and numbers."""
 
     distance: Any
     signals: Any
@@ -90,7 +90,7 @@ def moe(
     group: Any = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """:func:`dsv4.moe` of this rank's tokens, with the experts of all ranks. Every rank calls it.
+    """Compute :func:`dsv4.moe` of this rank's tokens with the experts of all ranks. Every rank must call it.
 
     Args:
         x, weights: as in dsv4.moe, of this rank; without ``fused`` every rank has as many tokens.

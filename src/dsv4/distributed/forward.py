@@ -88,7 +88,7 @@ def decode(
     if not any(attention is operation for operation in OPERATIONS):
         names = ", ".join(f"dsv4.{operation.__name__}" for operation in OPERATIONS)
         checks.fail("attention", checks.describe(attention), names)
-    if attention is not v4_attention:  # its window is a pool of rows
+    if attention is not v4_attention:  # the window of V4 attention is a pool of rows
         causal, window = options.get("causal", False), options.get("window", (-1, -1))
         for name, given in (
             ("causal", checks.flag("causal", causal)),
@@ -136,7 +136,7 @@ def merge(
 
 
 def local_rows(indices: Tensor, *, block: int = 1, group: Any = None) -> Tensor:
-    """Lists of row numbers of the whole pool -> the same lists with this rank's row numbers, -1 for all others.
+    """Convert lists of row numbers of the whole pool to this rank's row numbers, with -1 for rows of other ranks.
 
     Blocks of ``block`` rows are assigned round-robin: row r is, on rank ``r // block % size``, row
     ``r // (block * size) * block + r % block``. For a pool in pages, block is the page size (or a multiple). Any shape;
@@ -150,7 +150,7 @@ def local_rows(indices: Tensor, *, block: int = 1, group: Any = None) -> Tensor:
 
 
 def local_lengths(lengths: Tensor, *, block: int = 1, group: Any = None) -> Tensor:
-    """How many of the rows 0 .. length - 1 are this rank's, sharded as by :func:`local_rows`."""
+    """Return how many of the rows 0 .. length - 1 are this rank's, sharded as by :func:`local_rows`."""
     rank, size = rank_and_size(group)
     _whole("lengths", lengths)
     checks.at_least(1, "block", block)
@@ -159,13 +159,13 @@ def local_lengths(lengths: Tensor, *, block: int = 1, group: Any = None) -> Tens
 
 
 def shard(x: Tensor, dim: int = 1, *, order: str = "zigzag", group: Any = None) -> Tensor:
-    """This rank's part of a whole tensor, cut along dim (1: the tokens of q, k, v)."""
+    """Return this rank's part of a whole tensor, cut along dim (1: the tokens of q, k, v)."""
     length = _length(x, dim)
     return x.index_select(dim, _positions("x", f"{length} along dim {dim}", length, order, group, x.device))
 
 
 def unshard(x: Tensor, dim: int = 1, *, order: str = "zigzag", group: Any = None) -> Tensor:
-    """The whole tensor from every rank's part: the inverse of :func:`shard`, an all-gather.
+    """Return the whole tensor from every rank's part: the inverse of :func:`shard`, an all-gather.
 
     Differentiable: the gradient of a rank's part is the sum over the ranks of the gradients of their whole tensors.
     """
@@ -177,7 +177,7 @@ def unshard(x: Tensor, dim: int = 1, *, order: str = "zigzag", group: Any = None
 
 
 def wants_gradient(*tensors: Tensor | None) -> bool:
-    """Whether autograd is to record; a tangent is rejected, because nothing here propagates it."""
+    """Return whether autograd is to record; a tangent is rejected, because nothing here propagates it."""
     if not checks.derivatives():
         return False
     checks.no_tangents(**{f"input {n}": x for n, x in enumerate(tensors)})
@@ -185,7 +185,7 @@ def wants_gradient(*tensors: Tensor | None) -> bool:
 
 
 def positions(length: int, *, order: str = "zigzag", group: Any = None, device: Any = None) -> Tensor:
-    """The positions in the whole sequence of this rank's tokens, int64 [length / size], rising within a piece."""
+    """Return this rank's tokens' positions in the whole sequence, int64 [length / size], rising within a piece."""
     where = None if device is None else checks.device("device", device)
     return _positions("length", f"{length}", checks.at_least(0, "length", length), order, group, where)
 
@@ -251,14 +251,14 @@ def prefill(
 
 
 def _whole(name: str, x: Any) -> None:
-    """A tensor of whole numbers, of any shape."""
+    """Check that x is a tensor of whole numbers, of any shape."""
     if not checks.is_tensor(x):
         checks.fail(name, checks.describe(x), "an int32 or int64 tensor")
     checks.tensor(name, x, tuple(x.shape), (torch.int32, torch.int64), unit_last=False)
 
 
 def _length(x: Any, dim: Any) -> int:
-    """The size of a tensor along dim."""
+    """Return the size of a tensor along dim."""
     if not checks.is_tensor(x) or x.ndim == 0 or x.layout != torch.strided:
         checks.fail("x", checks.describe(x), "a dense tensor with at least one dimension")
     if checks.whole(dim) is None or not -x.ndim <= dim < x.ndim:

@@ -1,5 +1,4 @@
-"""What the ranks of a group know of each other: who has which pieces of a sequence, and how tensors get from one to
-another."""
+"""Which rank of a group has which pieces of a sequence, and how ranks exchange tensors."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,12 +13,12 @@ NOTED = 256  # bytes in which ranks exchange dtype and shape
 
 
 def piece_numbers(rank: int, size: int, order: str) -> tuple[int, ...]:
-    """The pieces of the sequence that a rank has."""
+    """Return the pieces of the sequence that a rank has."""
     return (rank, 2 * size - 1 - rank) if order == "zigzag" else (rank,)
 
 
 def pieces_of(tokens: int | None, order: str) -> int:
-    """How many pieces of the sequence a rank with this many tokens has."""
+    """Return how many pieces of the sequence a rank with this many tokens has."""
     checks.one_of("order", order, ORDERS)
     pieces = 2 if order == "zigzag" else 1
     if tokens is not None and tokens % pieces:
@@ -28,8 +27,8 @@ def pieces_of(tokens: int | None, order: str) -> int:
 
 
 def check_alike(name: str, x: Tensor, group: Any) -> None:
-    """Every rank has a tensor of this shape and dtype; else all raise. Where values are checked (see checks): on a GPU
-    it would cost a round over the ranks."""
+    """Raise an error on all ranks unless every rank has a tensor of this shape and dtype. This runs only where values
+    are checked (see checks): on a GPU it would cost a round over the ranks."""
     import torch.distributed as dist
 
     if not checks.values_checked(x):
@@ -50,7 +49,7 @@ def check_alike(name: str, x: Tensor, group: Any) -> None:
 
 
 def gather(x: Tensor, group: Any, name: str = "x") -> list[Tensor]:
-    """Every rank's x."""
+    """Return every rank's x."""
     import torch.distributed as dist
 
     check_alike(name, x, group)
@@ -60,13 +59,13 @@ def gather(x: Tensor, group: Any, name: str = "x") -> list[Tensor]:
 
 
 def exchange(x: Tensor, dim: int, group: Any, name: str) -> list[Tensor]:
-    """This rank's share, along dim, of every rank's x."""
+    """Return this rank's share, along dim, of every rank's x."""
     check_alike(name, x, group)
     return list(swapped(x.chunk(rank_and_size(group)[1], dim), group).unbind())
 
 
 def swapped(parts: Sequence[Tensor], group: Any) -> Tensor:
-    """Part r to rank r -> what the ranks had for this one, stacked. One tensor: gloo of torch 2.11 accepts no lists."""
+    """Send part r to rank r -> the parts for this rank, stacked. One tensor: gloo of torch 2.11 accepts no lists."""
     import torch.distributed as dist
 
     given = torch.stack([*parts])
@@ -76,7 +75,7 @@ def swapped(parts: Sequence[Tensor], group: Any) -> Tensor:
 
 
 def rank_and_size(group: Any) -> tuple[int, int]:
-    """(rank, size) in the group."""
+    """Return (rank, size) in the group."""
     import torch.distributed as dist
 
     accepted = "None or a group of torch.distributed with this rank"
@@ -90,7 +89,7 @@ def rank_and_size(group: Any) -> tuple[int, int]:
 
 
 def global_rank(group: Any, rank: int) -> int:
-    """Point-to-point calls name ranks of the world."""
+    """Return the rank in the world, which point-to-point calls need."""
     import torch.distributed as dist
 
     return rank if group is None else dist.get_global_rank(group, rank)

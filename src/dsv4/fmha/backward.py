@@ -26,8 +26,8 @@ class FmhaBackward:
     empty_outputs: ClassVar[dict[str, float]] = {"dq": 0.0, "dk": 0.0, "dv": 0.0, "dsink": 0.0}
 
     forward: FmhaProblem
-    dout: Tensor  # as out
-    dlse: Tensor | None = None  # as lse
+    dout: Tensor  # the same shape as out
+    dlse: Tensor | None = None  # the same shape as lse
     dq: Tensor | None = None
     dk: Tensor | None = None
     dv: Tensor | None = None
@@ -37,7 +37,7 @@ class FmhaBackward:
     deterministic = property(lambda self: self.forward.deterministic)
 
     def no_keys(self) -> bool:
-        """True when the shapes alone say that every gradient is 0."""
+        """Whether the shapes alone make every gradient 0."""
         return self.forward.no_keys()
 
 
@@ -46,7 +46,7 @@ DIFFERENTIABLE = TENSORS[:4]
 
 
 def _build(q, k, v, sink, cu_seqlens_q, cu_seqlens_k, out, lse, dout, dlse, **fields) -> FmhaBackward:
-    """The forward pass has checked its arguments."""
+    """Build the request from arguments that the forward pass has checked."""
     dense, options = cu_seqlens_q is None, FmhaOptions(**fields).resolved(q.shape[-1])
     forward = FmhaProblem(
         "dense" if dense else "varlen",
@@ -85,7 +85,7 @@ FMHA_BACKWARD = Operation(
 
 
 def given(b: FmhaBackward) -> tuple[tuple, FmhaOptions, tuple]:
-    """(tensors, options, outputs to be filled) of a request, in the order of the operation."""
+    """Return (tensors, options, outputs to be filled) of a request, in the order of the operation."""
     p = b.forward
     tensors = (p.q, p.k, p.v, p.sink, p.cu_seqlens_q, p.cu_seqlens_k, p.out, p.lse, b.dout, b.dlse)
     return tensors, p.options, (b.dq, b.dk, b.dv, b.dsink)

@@ -16,8 +16,8 @@ from dsv4.fmha.backward import FmhaBackward
 NEG_INF, INF = float("-inf"), float("inf")
 KEY_BLOCK = 512
 QUERY_BLOCK = 256
-SCORE_BYTES = 16 << 20  # of the scores of one block
-SUM_BYTES = 32 << 20  # of dK and dV of the KV heads that are worked on at once, where one head needs no more
+SCORE_BYTES = 16 << 20  # bytes of the scores of one block
+SUM_BYTES = 32 << 20  # bytes of dK and dV of the KV heads processed at once, unless one head needs more
 
 
 def backward(b: FmhaBackward) -> None:
@@ -62,7 +62,7 @@ def backward(b: FmhaBackward) -> None:
 
 
 def _sequences(b: FmhaBackward) -> Iterator[tuple]:
-    """(rows of q, rows of k as functions of a tensor; lse and dlse [Hq, T]) of each sequence."""
+    """Yield (rows of q, rows of k as functions of a tensor; lse and dlse [Hq, T]) of each sequence."""
     p = b.forward
     if p.kind == "dense":
         for n in range(p.batch):
@@ -81,7 +81,7 @@ def _sequences(b: FmhaBackward) -> Iterator[tuple]:
 
 
 def softmax_terms(lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(L, L') of lse [H, ...] with a row that sees nothing at +inf: e^(s - L) is 0 there without a branch."""
+    """Return (L, L') of lse [H, ...]; both are +inf for a row that sees nothing, so e^(s - L) is 0 without a branch."""
     lse = torch.where(lse == NEG_INF, INF, lse)
     if sink is None:
         return lse, lse
@@ -94,7 +94,7 @@ def live(dlse: Tensor, lse: Tensor) -> Tensor:
 
 
 def sink_terms(lse: Tensor, sink: Tensor, delta: Tensor) -> Tensor:
-    """- sum sigmoid(sink - L) delta of lse and delta [H, ...], in fp64, by head."""
+    """Return - sum sigmoid(sink - L) delta of lse and delta [H, ...], in fp64, by head."""
     logit = sink.double().reshape(-1, *(1,) * (lse.ndim - 1))
     share = torch.where(lse == NEG_INF, 0, torch.sigmoid(logit - lse.double()))
     return -(share * delta.double()).flatten(1).sum(1)
@@ -183,7 +183,7 @@ def _sequence(
 def _hidden(
     position: int, tokens: int, keys: slice, left: int, right: int, group: int, device: torch.device
 ) -> Tensor | None:
-    """[1, G * tokens, keys] bool: which keys are not seen; the first query stands at `position`. None: all are seen."""
+    """Return which keys are not seen, bool [1, G * tokens, keys], or None; the first query is at `position`."""
     if (left < 0 or keys.start >= position + tokens - 1 - left) and (right < 0 or keys.stop - 1 <= position + right):
         return None
     i = torch.arange(position, position + tokens, device=device)[:, None]

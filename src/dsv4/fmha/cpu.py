@@ -1,10 +1,10 @@
 """The cpu backend: torch's own CPU flash kernel, called on the blocks where something is seen.
 
 The flash kernel knows no window, no bottom-right causality, no sink, no pages and no row that sees nothing, so a
-problem is cut until it fits: rows and keys that take no part are sliced off (which also keeps NaN in unseen rows out:
-the kernel computes 0 * NaN), a rectangle that is wholly seen goes in as it is, a causal triangle goes in as the
-kernel's top-left causality, and what remains is walked in blocks of queries with a small additive mask. Pieces that
-share queries are merged by their LSE in fp32.
+problem is cut until it fits. Rows and keys without a pair are sliced off, which also keeps out NaN in unseen rows (the
+kernel computes 0 * NaN). The kernel gets a rectangle that is wholly seen as it is, a causal triangle with its own
+top-left causality, and the rest in blocks of queries with a small additive mask. Pieces that share queries are merged
+by their LSE in fp32.
 
 A CPU without bf16 or fp16 products runs the kernel in those types some hundred times slower than in fp32 (measured on
 a Neoverse-N1), so there the operands are widened block by block. Extra memory is O(block) whatever the lengths.
@@ -70,7 +70,7 @@ def _forward(p: FmhaProblem) -> None:
 
 @cache
 def native(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies matrices of this dtype faster than by way of fp32."""
+    """Return whether this CPU multiplies matrices of this dtype faster than by way of fp32."""
     if dtype == torch.float32:
         return True
     if not torch.backends.mkldnn.is_available():
@@ -82,12 +82,12 @@ def native(dtype: torch.dtype) -> bool:
 
 
 def sink_last(dtype: torch.dtype) -> bool:
-    """Whether a result is rounded twice: by the flash kernel, and once more when the sink is applied to it."""
+    """Return whether a result is rounded twice: by the flash kernel, and once more when the sink is applied to it."""
     return dtype != torch.float32 and native(dtype)
 
 
 def _sequences(p: FmhaProblem, work: torch.dtype) -> Iterator[Sequences]:
-    """The problem as batches of sequences of one length."""
+    """Return the problem as batches of sequences of one length."""
     row_bytes = 2 * 4 * p.kv_heads * p.head_dim  # K and V of one key in fp32
     chunk = max(QUERY_BLOCK, BLOCK_BYTES // row_bytes)
 
@@ -122,7 +122,7 @@ def _sequences(p: FmhaProblem, work: torch.dtype) -> Iterator[Sequences]:
 
 
 def scaled(k: Tensor, v: Tensor, p: FmhaProblem) -> tuple[Tensor, Tensor]:
-    """k, v [X, S, Hkv, D], that were e4m3, times their scales."""
+    """Multiply k, v [X, S, Hkv, D], which were e4m3, by their scales."""
     k, v = (x if by is None else x.mul_(by.view(-1, 1)) for x, by in ((k, p.k_scale), (v, p.v_scale)))
     return k, v
 
@@ -141,7 +141,7 @@ def _page_reader(p: FmhaProblem, n: int, work: torch.dtype) -> Callable[[int, in
 
 
 def _attend_block(p: FmhaProblem, some: Sequences, begin: int, end: int, work: torch.dtype) -> None:
-    """Queries begin .. end to all keys they see, sink applied, written out."""
+    """Attend from queries begin .. end to all keys they see, apply the sink, and write the result."""
     rows, group = slice(begin, end), p.group
     offset = some.keys - some.q.shape[1] + begin  # query i of the block stands at key i + offset
     first = 0 if p.left < 0 else max(0, offset - p.left)
@@ -179,7 +179,7 @@ def _attend_block(p: FmhaProblem, some: Sequences, begin: int, end: int, work: t
 
 
 def _by_kv_head(x: Tensor, group: int) -> list[Tensor]:
-    """[X, T, Hq, D] as views [A, G, T, D], all heads of an entry a reading the same keys where G > 1.
+    """View [X, T, Hq, D] as [A, G, T, D]; all heads of an entry a read the same keys if G > 1.
 
     Three dimensions (X, Hkv, G) do not fit into two without a copy unless one of them is 1, so X is walked otherwise.
     """
@@ -189,7 +189,7 @@ def _by_kv_head(x: Tensor, group: int) -> list[Tensor]:
 
 
 def _keys(x: Tensor, group: int) -> list[Tensor]:
-    """[X, S, Hkv, D] as views [A, G, S, D] to match :func:`_by_kv_head`; G has stride 0."""
+    """View [X, S, Hkv, D] as [A, G, S, D] to match :func:`_by_kv_head`; G has stride 0."""
     if group == 1:
         return [x.transpose(1, 2)]
     if x.shape[2] == 1:
@@ -207,7 +207,9 @@ def attend(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Query i sees key j iff i+offset-left <= j <= i+offset+right -> out [A, G, T, D], lse [A, G, T] fp32."""
+    """Compute attention -> out [A, G, T, D], lse [A, G, T] fp32. Query i sees key j iff i+offset-left <= j <=
+    i+offset+right.
+    """
     t, s = q.shape[2], k.shape[2]
     begin = 0 if right < 0 else max(0, -offset - right)  # the first query that sees a key here
     end = t if left < 0 else min(t, s - offset + left)  # one past the last
@@ -252,7 +254,7 @@ def _nothing_visible(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _attend_all(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Every query sees every key."""
+    """Compute attention in which every query sees every key."""
     a, g, t, _ = q.shape
     if t == 1 and k.stride(1) == v.stride(1) == 0:  # one token, shared rows: the heads are the rows of one product
         out, lse = _attend_all(q.transpose(1, 2), k[:, :1], v[:, :1], scale)
@@ -271,7 +273,9 @@ def _attend_all(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, 
 
 
 def _attend_capped(q, k, v, offset, left, right, scale, softcap) -> tuple[Tensor, Tensor]:
-    """The flash kernel has no softcap: by products in fp32, a block of scores at a time."""
+    """Compute attention with a softcap, which the flash kernel lacks, by fp32 products of a block of scores at a
+    time.
+    """
     out, lse = _nothing_visible(q)
     out = out.float()
     heads = q.shape[0] * q.shape[1]
@@ -311,7 +315,7 @@ def _call_flash(q, k, v, scale, *, causal=False, mask=None) -> tuple[Tensor, Ten
 def _mask(
     t: int, s: int, offset: int, left: int, right: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:  # fmt: skip
-    """[1, 1, T, S] additive: 0 where seen, -inf elsewhere. Blocks inside a window share theirs."""
+    """Return an additive mask [1, 1, T, S]: 0 where seen, -inf elsewhere. Blocks inside a window share theirs."""
     i = torch.arange(t, device=device)[:, None] + offset
     j = torch.arange(s, device=device)[None, :]
     mask = torch.ones(t, s, dtype=torch.bool, device=device)
@@ -323,7 +327,7 @@ def _mask(
 
 
 def merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Two partial results (out [..., D], lse [...]) over disjoint keys -> theirs together, out in fp32."""
+    """Merge two partial results (out [..., D], lse [...]) over disjoint keys; out is in fp32."""
     top = torch.maximum(a[1], b[1])
     top = torch.where(top == NEG_INF, 0, top)  # both empty: the weights are exp(-inf) = 0
     weights = [(part - top).exp() for _, part in (a, b)]

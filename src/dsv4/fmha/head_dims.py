@@ -1,9 +1,9 @@
 """Head dims that no kernel has, and values narrower or wider than keys: columns of zeros up to the next head dim.
 
-A zero column adds nothing to a score, and gives a column of out that is cut off. Padding copies q, k and v once, so it
-is for dense and varlen calls; a paged cache would be copied whole, and its head dim has to be one of the kernels'.
-Calls without gradients get to the kernels as they are: those of sm_90a read them so where there are many rows
-(sm90/columns.py), for others the program pads (kernels/prepare.py).
+A zero column adds nothing to a score, and gives a column of out that is cut off. Padding copies q, k and v once, which
+is acceptable for dense and varlen calls; a paged cache would be copied whole, so its head dim must be one of the
+kernels'. Calls without gradients reach the kernels unpadded: those of sm_90a read them directly if there are many rows
+(sm90/columns.py); otherwise the program pads (kernels/prepare.py).
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ from dsv4.runtime import checks
 
 
 def needs_padding(q: Any, v: Any, rank: int) -> bool:
-    """Looks at shapes alone; what is not a tensor of this rank is rejected later, by name."""
+    """Return whether the shapes need padding; wrong arguments are rejected later, by name."""
     if not (checks.is_tensor(q) and checks.is_tensor(v) and q.ndim == v.ndim == rank):
         return False
     return q.shape[-1] != v.shape[-1] or q.shape[-1] not in checks.HEAD_DIMS
 
 
 def kernels_take(tensors: Sequence[Any], backend: str) -> bool:
-    """Whether there are kernels for q, k and v as they are. `padded` reports what is wrong with them."""
+    """Return whether there are kernels for q, k and v as they are. `padded` reports what is wrong with them."""
     q, k, v = tensors[:3]
     if not all(checks.is_tensor(x) and x.ndim == q.ndim and x.dtype in checks.LOW_PRECISION for x in (q, k, v)):
         return False
@@ -36,7 +36,9 @@ def kernels_take(tensors: Sequence[Any], backend: str) -> bool:
 
 
 def padded(tensors: Sequence[Any], options: FmhaOptions) -> tuple[tuple[Any, ...], FmhaOptions]:
-    """(q, k, v, ...) with q, k, v of one head dim that the kernels have; the options with the scale of the true one."""
+    """Pad q, k and v of (q, k, v, ...) to one head dim that the kernels have; the options keep the scale of the true
+    one.
+    """
     q, k, v = tensors[:3]
     d, width = q.shape[-1], v.shape[-1]
     checks.tensor("q", q, ("...",) * q.ndim, checks.FLOATS, unit_last=False)
@@ -64,6 +66,6 @@ def _widened(x: Tensor, wide: int) -> Tensor:
     if x.shape[-1] == wide:
         return x
     by = (0, wide - x.shape[-1])
-    if x.dtype == checks.E4M3:  # which torch does not pad; a byte of 0 is 0
+    if x.dtype == checks.E4M3:  # torch does not pad this dtype; a byte of 0 is 0
         return torch.nn.functional.pad(x.view(torch.uint8), by).view(x.dtype)
     return torch.nn.functional.pad(x, by)

@@ -66,7 +66,7 @@ class FmhaOptions(NamedTuple):
 
     @classmethod
     def of(cls, window: tuple[int, int] = (-1, -1), **others: Any) -> FmhaOptions:
-        """The options from an operator's arguments: an operator accepts no tuple, so the window is two numbers."""
+        """Return the options from an operator's arguments, in which the window is two numbers, not a tuple."""
         return cls(window_left=window[0], window_right=window[1], **others)
 
     @classmethod
@@ -97,10 +97,10 @@ class FmhaOptions(NamedTuple):
         if max_seqlen_k is not None:
             max_seqlen_k = checks.bound("max_seqlen_k", max_seqlen_k)
         numbers = (softmax_scale, softcap, deterministic, max_seqlen_q, max_seqlen_k)
-        return tuple.__new__(cls, (False, left, right, *numbers))  # as cls(...), in half the time
+        return tuple.__new__(cls, (False, left, right, *numbers))  # same result as cls(...), in half the time
 
     def resolved(self, head_dim: int) -> FmhaOptions:
-        """The options with every default filled in, as backends read them. ValueError if a value is wrong."""
+        """Return the options with every default filled in, as backends read them. ValueError if a value is wrong."""
         left, right = checks.window_bounds(self.window_left, self.window_right)
         return self._replace(
             causal=False,

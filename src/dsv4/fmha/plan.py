@@ -25,14 +25,14 @@ def splits_of(c: Capacities, num_sms: int) -> int:
 
 
 def reserved_varlen(c: Capacities, num_sms: int, deterministic: bool) -> tuple[int, int]:
-    """(splits, fp32 words of their partial results). Deterministic calls are not split."""
+    """Return (splits, fp32 words of their partial results). Deterministic calls are not split."""
     splits = splits_of(c, num_sms)
     partials = 0 if splits == 1 else splits * c.batch * c.max_seqlen_q * c.q_heads
     return splits, partials * (c.head_dim + 1)
 
 
 def reserved(c: Capacities, num_sms: int, deterministic: bool) -> tuple[int, int]:
-    """The same of dense and paged problems: deterministic calls are cut by their rows and keys."""
+    """Return the same of dense and paged problems: deterministic calls are cut by their rows and keys."""
     splits, words = reserved_varlen(c, num_sms, deterministic)
     for t in range(1, c.max_seqlen_q + 1) if deterministic else ():
         n, _ = deterministic_cut(t * c.q_heads // c.kv_heads, c.max_seqlen_k)

@@ -59,7 +59,7 @@ class FmhaProblem:
     num_splits: int = 0  # from a plan: KV splits to use; 0 = the kernel's choice
     scratch: Tensor | None = None  # from a plan: flat fp32, for the partial results of the splits
     same_kv: bool = False  # k and v lie in the same memory
-    same_sequences: bool = False  # so do cu_seqlens_q and cu_seqlens_k
+    same_sequences: bool = False  # cu_seqlens_q and cu_seqlens_k lie in the same memory
 
     left = property(lambda self: self.options.window_left)
     right = property(lambda self: self.options.window_right)  # 0 when causal
@@ -106,12 +106,12 @@ class FmhaProblem:
     empty_outputs: ClassVar[dict[str, float]] = {"out": 0.0, "lse": float("-inf")}
 
     def no_keys(self) -> bool:
-        """True when the shapes and bounds alone say that there is no query, or none that sees a key."""
+        """Whether the shapes and bounds alone exclude a query that sees a key."""
         return 0 in (self.batch, self.q.numel(), self.k.numel(), self.max_seqlen_q, self.max_seqlen_k)
 
 
 def lse_shape(q_shape: Sequence[int]) -> tuple[int, ...]:
-    """[B, Hq, T] for q [B, T, Hq, D]; [total_q, Hq] for q [total_q, Hq, D]."""
+    """Return [B, Hq, T] for q [B, T, Hq, D], [total_q, Hq] for q [total_q, Hq, D]."""
     return tuple(q_shape[:2]) if len(q_shape) == 3 else (q_shape[0], q_shape[2], q_shape[1])
 
 
@@ -120,12 +120,12 @@ def in_e4m3(x: Any) -> bool:
 
 
 def is_between(d: int) -> bool:
-    """Whether dense kernels accept this head dim in addition to those of HEAD_DIMS."""
+    """Return whether dense kernels accept this head dim in addition to those of HEAD_DIMS."""
     return BETWEEN[0] <= d <= BETWEEN[1] and d % 8 == 0
 
 
 def _common(q, k, v, sink, k_scale, v_scale, options: FmhaOptions, names=KV) -> dict:
-    """The checks that do not depend on the kind; ranks are already right."""
+    """Make the checks that do not depend on the kind; ranks are already right."""
     d, width = q.shape[-1], v.shape[-1]
     between = names == KV and (d != width or d not in checks.HEAD_DIMS) and is_between(d) and is_between(width)
     if not between:
@@ -146,7 +146,7 @@ def _common(q, k, v, sink, k_scale, v_scale, options: FmhaOptions, names=KV) -> 
 
 
 def _scale(name: str, x: Any, q: Tensor, k: Tensor) -> Tensor | None:
-    """None, or the scale of k or v: one number, or one for each KV head."""
+    """Check the scale of k or v: None, one number, or one for each KV head."""
     if x is None:
         return None
     if k.dtype != checks.E4M3:
@@ -235,7 +235,7 @@ def paged(
 
 
 def bound(name: str, x: Any, total: int) -> int:
-    """A longest-sequence hint; never more than the rows there are."""
+    """Return a bound on the longest sequence, never more than the number of rows."""
     if x is not None and x < 0:
         checks.fail(name, checks.describe(x), checks.BOUND)
     return total if x is None or x > total else x

@@ -93,7 +93,7 @@ class IndexProblem:
     empty_outputs: ClassVar[dict[str, float]] = {"out": -1, "scores": float("-inf"), "blocks": -1}
 
     def no_keys(self) -> bool:
-        """Whether the shapes alone rule out a query that sees a row."""
+        """Return whether the shapes alone rule out a query that sees a row."""
         return self.batch * self.topk == 0 or self.max_seqlen_k * self.columns == 0 or self.k.numel() == 0
 
     def owners(self) -> Tensor:

@@ -68,7 +68,7 @@ def block_words(capacity: int, kept: int) -> int:
     while items > max(INDEX_PIECE, kept):
         items = -(-items // INDEX_PIECE) * kept
         words += 2 * items
-    return -(-words // 4) * 4 + 4  # it begins at a multiple of 16 bytes
+    return -(-words // 4) * 4 + 4  # every array begins at a multiple of 16 bytes
 
 
 def index_groups(capacity: int) -> int:

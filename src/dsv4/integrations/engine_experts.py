@@ -13,7 +13,7 @@ from dsv4.moe.experts import Fp4Experts
 from dsv4.runtime import checks
 from dsv4.runtime.checks import Backend
 
-LIMIT = 10.0  # of SwiGLU, where an engine names none
+LIMIT = 10.0  # limit of SwiGLU if an engine names none
 
 
 class EngineExperts:

@@ -61,7 +61,7 @@ def flash_attn_func(
     v_scale: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Result:
-    """q [B, T, Hq, D], k [B, S, Hkv, D], v [B, S, Hkv, Dv] -> out [B, T, Hq, Dv], as :func:`dsv4.fmha`.
+    """Compute q [B, T, Hq, D], k [B, S, Hkv, D], v [B, S, Hkv, Dv] -> out [B, T, Hq, Dv], as :func:`dsv4.fmha` does.
 
     With return_attn_probs: (out, softmax_lse [B, Hq, T], an empty tensor); flash-attn fills the third only with
     dropout.
@@ -113,7 +113,7 @@ def flash_attn_varlen_func(
     v_scale: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Result:
-    """q [total_q, Hq, D], k [total_k, Hkv, D], v [total_k, Hkv, Dv] -> out [total_q, Hq, Dv], as dsv4.fmha_varlen.
+    """Compute q [total_q, Hq, D], k, v [total_k, Hkv, D or Dv] -> out [total_q, Hq, Dv], as dsv4.fmha_varlen does.
 
     With block_table int32 [B, pages], k and v are pages [P, page, Hkv, D] and only the differences of cu_seqlens_k
     count: :func:`dsv4.fmha_paged` with every sequence's queries padded to max_seqlen_q. If all sequences have the same
@@ -234,7 +234,7 @@ def flash_attn_with_kvcache(
     with named(**names):
         tensors = {name: options[name] for name in ("sink", "k_scale", "v_scale")}
         typed = FmhaOptions.checked(None, None, **{name: x for name, x in options.items() if name not in tensors})
-        problem.paged(q, k_cache, v_cache, table, lengths, **tensors, options=typed)  # before any is written
+        problem.paged(q, k_cache, v_cache, table, lengths, **tensors, options=typed)  # check before anything is written
     checks.backend(backend)
     checks.flag("deterministic", deterministic)
     checks.forward_only(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, learnable_sink=learnable_sink, s_aux=s_aux)
@@ -278,21 +278,21 @@ def flash_attn_with_kvcache(
 
 
 def _refuse(**arguments: Any) -> None:
-    """What flash-attn has and dsv4 has not; 0 and None switch it off there too."""
+    """Reject what flash-attn has and dsv4 lacks; 0 and None switch it off in flash-attn too."""
     for name, x in arguments.items():
         if x is not None and not (isinstance(x, numbers.Real) and x == 0):
             checks.fail(name, checks.describe(x), "None" if name == "alibi_slopes" else "0.0: dsv4 has no " + name)
 
 
 def _window(x: Any) -> Any:
-    """flash-attn 4 writes None for no bound; 2 takes whatever can be indexed, a tensor too."""
+    """Convert a window: flash-attn 4 writes None for no bound; 2 accepts whatever can be indexed, even a tensor."""
     if checks.is_tensor(x) and x.shape == (2,) and x.dtype in (torch.int32, torch.int64):
         x = x.tolist()
     return tuple(-1 if bound is None else bound for bound in x) if isinstance(x, (tuple, list)) else x
 
 
 def _sink(x: Any, s_aux: Any) -> Any:
-    """Both names are of the same thing."""
+    """Return the sink, which flash-attn passes under either of two names."""
     if s_aux is not None and x is not None:
         checks.fail("s_aux", checks.describe(s_aux), "None together with learnable_sink")
     x = s_aux if x is None else x
@@ -302,7 +302,7 @@ def _sink(x: Any, s_aux: Any) -> Any:
 def _varlen_paged(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor, cu_q: Tensor, cu_k: Tensor, longest: Any, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """(out [total_q, H, D], lse [total_q, H]) of queries laid end to end and keys in pages.
+    """Return (out [total_q, H, D], lse [total_q, H]) of queries packed end to end and keys in pages.
 
     The queries of a sequence go to the end of a line of `longest`: visibility counts from the bottom right, so they see
     there what they see alone.
@@ -338,7 +338,7 @@ def _varlen_paged(
 
 
 def _table(cache: Tensor, batch: int, lines: Tensor | None, table: Tensor | None, like: tuple[str, Tensor]) -> Tensor:
-    """A block table for both forms: a cache without one has pages as long as its lines."""
+    """Return a block table: a cache without one gets one whose pages are as long as its lines."""
     if table is not None:
         if lines is not None:
             checks.fail("cache_batch_idx", checks.describe(lines), "None with block_table")
@@ -361,7 +361,7 @@ def _seqlens(x: Any, batch: int, capacity: int, like: tuple[str, Tensor]) -> Ten
 
 
 def _rotary(cos: Any, sin: Any, d: int, lengths: Tensor, steps: int, like: tuple[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Both tables, checked."""
+    """Check and return both tables."""
     checks.tensor("rotary_cos", cos, ("positions", "r / 2"), checks.FLOATS, like=like, unit_last=False)
     checks.tensor("rotary_sin", sin, tuple(cos.shape), checks.FLOATS, like=like, unit_last=False)
     if not 0 < 2 * cos.shape[1] <= d:
@@ -373,7 +373,7 @@ def _rotary(cos: Any, sin: Any, d: int, lengths: Tensor, steps: int, like: tuple
 
 
 def _rotated(x: Any, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
-    """The first r dims of x [B, T, H, D] turned by the angle of positions [B, T]: pairs (0, 1), (2, 3), .. if
+    """Return the first r dims of x [B, T, H, D] turned by the angle of positions [B, T]: pairs (0, 1), (2, 3), .. if
     interleaved, else (0, r/2), (1, r/2 + 1), ..."""
     half = cos.shape[1]
     c, s = (table[positions.long()].float()[:, :, None] for table in (cos, sin))  # [B, T, 1, r / 2]
@@ -386,7 +386,7 @@ def _rotated(x: Any, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: b
 
 
 def _write(k_cache: Tensor, v_cache: Tensor, k: Any, v: Any, table: Tensor, places: Tensor) -> None:
-    """k, v [B, new, Hkv, D] to the places [B, new] of each sequence."""
+    """Write k, v [B, new, Hkv, D] to the places [B, new] of each sequence."""
     size = k_cache.shape[1]
     page = table.long().gather(1, (places // size).long())
     if checks.values_checked(page):

@@ -181,7 +181,7 @@ def flash_mla_sparse_fwd(
     out: Tensor | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Prefill -> (out [s_q, h_q, 512], max_logits fp32 [s_q, h_q] or None, lse fp32 [s_q, h_q]).
+    """Compute prefill -> (out [s_q, h_q, 512], max_logits fp32 [s_q, h_q] or None, lse fp32 [s_q, h_q]).
 
     q [s_q, h_q, 512], kv [s_kv, 1, 512]; indices int32 [s_q, 1, topk], where a number below 0, or s_kv and above, lists
     nothing; topk_length int32 [s_q].
@@ -257,12 +257,12 @@ def _pool(name: str, x: Any, fp8: bool, planar: bool) -> Pool:
 
 
 def _lists(name: str, x: Any, b: int, s_q: int) -> Tensor:
-    """[b, s_q, topk] -> [b * s_q, topk]; v4_attention looks at the rest."""
+    """Reshape lists [b, s_q, topk] to [b * s_q, topk]; v4_attention checks the rest."""
     return checks.tensor(name, x, (b, s_q, "topk"), (torch.int32,), unit_last=False).flatten(0, 1)
 
 
 def _lengths(name: str, x: Any, b: int, s_q: int) -> Tensor | None:
-    """One length per request, for each of its queries."""
+    """Repeat the length of each request for its queries."""
     if x is None:
         return None
     lengths = checks.tensor(name, x, (b,), (torch.int32,), unit_last=False)
@@ -277,19 +277,19 @@ def _one_query_per_row(x: Tensor) -> Tensor:
 
 
 def _decoded(result: Tensor, lse: Tensor, q: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Results of v4_attention in FlashMLA's shapes."""
+    """Return results of v4_attention in FlashMLA's shapes."""
     b, s_q, heads, d = q.shape
     return result.view(b, s_q, heads, d) if out is None else out, _plus_inf(lse).view(b, s_q, heads).transpose(1, 2)
 
 
 def _plus_inf(lse: Tensor) -> Tensor:
-    """-inf becomes +inf, in one kernel; in place, unless autograd has saved it. A NaN stays one."""
+    """Replace -inf by +inf, in one kernel, in place unless autograd has saved the tensor. NaN stays NaN."""
     change = torch.nan_to_num if lse.requires_grad else torch.nan_to_num_
     return change(lse, nan=math.nan, posinf=math.inf, neginf=math.inf)
 
 
 def _max_logits(q: Tensor, rows: Tensor, lists: Tensor, lengths: Tensor | None, scale: float) -> Tensor:
-    """The largest score of each query and head; -inf where it sees nothing. It has no gradient."""
+    """Return the largest score of each query and head; -inf where it sees nothing. It has no gradient."""
     q, rows = q.detach(), rows.detach()
     result = torch.full(q.shape[:2], float("-inf"), dtype=torch.float32, device=q.device)
     topk, count = lists.shape[1], rows.shape[0]

@@ -6,7 +6,7 @@
         image = pipeline(prompt)
 
 Masks other than ``is_causal``, and dropout, are rejected by name; within :func:`replaced` such calls run in torch, and
-a warning tells why, once for each reason. ``calls`` counts both.
+a warning gives the reason, once for each. ``calls`` counts both.
 
 Gradients, torch.compile, DDP and FSDP work as with :func:`dsv4.fmha`. Under torch.autocast, inputs are cast. Head dims
 other than 64, 128, 256 and 512 are padded with columns of zeros, which is exact and costs a copy, or read as they are
@@ -54,7 +54,7 @@ def scaled_dot_product_attention(
     sink: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """query [..., Hq, T, D], key [..., Hkv, S, D], value [..., Hkv, S, Dv] -> [..., Hq, T, Dv], as :func:`dsv4.fmha`.
+    """Compute attention: query [..., Hq, T, D], key [..., Hkv, S, D], value [..., Hkv, S, Dv] -> [..., Hq, T, Dv].
 
     is_causal counts from the top left corner, as in torch: query i sees the keys 0 .. i, whatever S is.
     sink, backend: as in dsv4.fmha.
@@ -84,7 +84,7 @@ def scaled_dot_product_attention(
 def reason(
     query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, enable_gqa: bool = False
 ) -> Rejected | None:
-    """Why dsv4 cannot compute this; None if it can. Looks at types, shapes and devices only."""
+    """Return why dsv4 cannot compute this, by types, shapes and devices alone; None if it can."""
     given = [("query", query), ("key", key), ("value", value)]
     for n, (name, x) in enumerate(given):
         if not checks.is_tensor(x) or x.ndim < 3:
@@ -123,13 +123,13 @@ def _autocast(*tensors: Any) -> tuple[Any, ...]:
 
 
 def _tokens_first(x: Tensor, lead: torch.Size) -> Tensor:
-    """[..., heads, tokens, head dim] -> [batch, tokens, heads, head dim]; a view where strides allow it."""
+    """Transpose [..., heads, tokens, head dim] to [batch, tokens, heads, head dim]; a view if strides allow it."""
     return x.expand(*lead, *x.shape[-3:]).reshape(math.prod(lead), *x.shape[-3:]).transpose(1, 2)
 
 
 @contextlib.contextmanager
 def replaced() -> Iterator[None]:
-    """Within, ``torch.nn.functional.scaled_dot_product_attention`` is dsv4's where dsv4 can compute the call, and
+    """Replace ``torch.nn.functional.scaled_dot_product_attention`` by dsv4's where dsv4 can compute the call, and
     torch's where it cannot. A module that imported the function by name before keeps torch's."""
     functional = torch.nn.functional
     before, functional.scaled_dot_product_attention = functional.scaled_dot_product_attention, _either

@@ -53,7 +53,7 @@ class WindowLists:
     by_device: dict[torch.device, Tensor] = field(default_factory=dict)
 
     def on(self, device: torch.device) -> Tensor:
-        """The lists on the device of a layer (a model may be spread over several)."""
+        """Return the lists on the device of a layer (a model may be spread over several)."""
         if device not in self.by_device:
             self.by_device[device] = self.rows.to(device)
         return self.by_device[device]
@@ -96,7 +96,7 @@ def window_lists(
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> WindowLists:
-    """The mask function: asks the model's rule about the W rows up to each query, instead of about all rows."""
+    """Evaluate the model's mask rule for the W rows up to each query only, not for all rows."""
     if local_size is None or mask_function is None or use_vmap:
         raise ValueError("attn_implementation='dsv4': got a mask that is not a sliding window; accepted: DeepSeek-V4")
     q = torch.arange(q_length, device=device)[:, None] + q_offset  # [S, 1] token numbers
@@ -126,7 +126,7 @@ def attention(
     backend: Backend = "auto",
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function: (out [B, S, H, D], no weights)."""
+    """Compute attention for transformers: (out [B, S, H, D], no weights)."""
     layer = getattr(_LAYER, "now", None)
     if layer is None:
         raise ValueError(f"attn_implementation='dsv4': got {type(module).__name__}; accepted: DeepseekV4Attention")
@@ -137,7 +137,7 @@ def attention(
         raise ValueError(f"dropout: got {dropout}; accepted: 0 (attention_dropout=0, or model.eval())")
     b, heads, s, d = query.shape
     rows = key.shape[2]
-    first = attention_mask.window_rows  # of the compressed rows
+    first = attention_mask.window_rows  # first of the compressed rows
     start = torch.arange(b, device=query.device, dtype=torch.int32) * rows  # row of sequence 0 in the pool below
     window = attention_mask.on(query.device)
     q = _padded(query.transpose(1, 2).reshape(b * s, heads, d))
@@ -170,7 +170,7 @@ def attention(
 
 
 def _in_pool(rows: Tensor, start: Tensor) -> Tensor:
-    """Rows [B, S, W] of each sequence as rows [B * S, W] of all sequences laid end to end."""
+    """Convert rows [B, S, W] of each sequence to rows [B * S, W] of all sequences packed end to end."""
     return torch.where(rows >= 0, rows + start[:, None, None], -1).flatten(0, 1)
 
 

@@ -62,7 +62,7 @@ def visible(
     use_vmap: bool = False,
     **_: Any,
 ) -> Visible:
-    """The mask function. It rejects rules other than causal attention with a window of local_size keys, or none."""
+    """Check the model's mask rule: only causal attention, with a window of local_size keys or none, is accepted."""
     last_query, last_key = int(q_offset) + q_length, int(kv_offset) + kv_length
     if last_query != last_key:
         came = f"keys up to {last_key} for queries up to {last_query}"
@@ -100,7 +100,7 @@ def attention(
     backend: Backend = "auto",
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function: (out [B, T, Hq, Dv], no weights)."""
+    """Compute attention for transformers: (out [B, T, Hq, Dv], no weights)."""
     if not isinstance(attention_mask, Visible) or not (
         getattr(module, "is_causal", True) if is_causal is None else is_causal
     ):
@@ -135,25 +135,26 @@ def attention(
 
 
 def _runs(kept: Tensor) -> Tensor:
-    """How many runs of True each line [B, n] has."""
+    """Return how many runs of True each line [B, n] has."""
     return (torch.nn.functional.pad(kept.int(), (1, 0)).diff(dim=1) == 1).sum(1)
 
 
 def _starts(kept: Tensor) -> Tensor:
-    """Where each sequence begins when what is kept of it is laid end to end, int32 [B + 1]."""
+    """Return where each sequence begins when what is kept of it is laid end to end, int32 [B + 1]."""
     return torch.nn.functional.pad(kept.sum(1).cumsum(0), (1, 0)).int()
 
 
 def _is_plain(
     rule: Callable, batch: int, q_offset: int, t: int, kv_offset: int, s: int, local_size: int | None
 ) -> bool:
-    """Whether the rule gives the expected answer for the keys around the ends of a query's window and for some others.
+    """Return whether the rule gives the expected answer for the keys around the ends of a query's window and for some
+    others.
 
     On the CPU, so that no GPU is waited for. A rule that needs tensors of a GPU, as packed sequences do, is not plain.
     """
     q = torch.arange(t)[:: max(1, t // ASKED)][:, None] + q_offset  # [n, 1] token numbers
     first = torch.full_like(q, kv_offset) if local_size is None else (q - local_size + 1).clamp_min(kv_offset)
-    chance = torch.Generator().manual_seed(0)  # not the caller's random numbers
+    chance = torch.Generator().manual_seed(0)  # a separate generator: the caller's random numbers stay as they are
     others = torch.randint(kv_offset, kv_offset + max(s, 1), (len(q), WITNESSES), generator=chance)
     k = torch.cat([first - 1, first, q, q + 1, torch.full_like(q, kv_offset), others], 1)
     k = k.clamp(kv_offset, kv_offset + max(s - 1, 0))

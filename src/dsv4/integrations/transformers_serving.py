@@ -11,7 +11,7 @@ instead of flash-attn's. Pages, masks and scheduling stay transformers'. It supp
 (gpt-oss) and head dims up to 512, on every device that dsv4 supports, with transformers 5.17 to 5.22.
 
 transformers' continuous batching itself does not support DeepSeek-V4, nor models whose layers have different head dims
-(Gemma 4), with any attention. ``transformers serve`` only takes names from the hub: see ``dsv4 hub``.
+(Gemma 4), with any attention. ``transformers serve`` accepts only names from the hub: see ``dsv4 hub``.
 """
 
 import functools
@@ -58,7 +58,7 @@ def register(name: str = NAME, *, backend: Backend = "auto") -> None:
 
 
 def _answering(find: Any) -> Any:
-    """transformers' search for the functions of an implementation, which knows ours."""
+    """Extend transformers' search for the functions of an implementation by ours."""
 
     @functools.wraps(find)
     def lazy_imports(implementation: str | None, *rest: Any, **options: Any) -> tuple:
@@ -75,7 +75,7 @@ def _answering(find: Any) -> Any:
 
 
 def _list(module: str, cls: str, names: list[str]) -> None:
-    """Tell a model that it may use these implementations."""
+    """Let a model use these implementations."""
     from importlib import import_module
 
     try:

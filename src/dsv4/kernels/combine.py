@@ -30,9 +30,9 @@ class MergeSizes(NamedTuple):
     num_splits: Value
     total_q: Value  # query tokens in all
     total_rows: Value  # (token, head) in all
-    tokens: Value  # of a sequence; 1 where sequences differ (varlen)
+    tokens: Value  # tokens of a sequence; 1 if sequences differ (varlen)
     q_heads: Value
-    last_sequence: Value  # its end in cu_q
+    last_sequence: Value  # where the end of the last sequence is in cu_q
     want_lse: Value
 
 
@@ -49,17 +49,17 @@ class MergeStrides(NamedTuple):
 
 @gluon.constexpr_function
 def in_columns(columns, warps):
-    """The layout of [splits, columns] in which every thread has all splits of its columns."""
+    """Return the layout of [splits, columns] in which every thread has all splits of its columns."""
     return gl.BlockedLayout([1, min(4, columns // 32)], [1, 32], [1, warps], [1, 0])
 
 
 @aggregate
 class Goal:
-    """What does not depend on the partial results, and is asked for with them: where a row goes, and its sink."""
+    """What does not depend on the partial results, and is loaded with them: where a row goes, and its sink."""
 
-    offset: Value  # of the row of out
+    offset: Value  # offset of the row of out
     lse: Value
-    sink: Value  # in base 2
+    sink: Value  # the sink's logit in base 2
 
 
 @gluon.jit
@@ -178,7 +178,9 @@ def combine_fp16(tensors, sizes, strides, D: gl.constexpr, SPLITS: gl.constexpr,
 
 @gluon.constexpr_function
 def whole_rows(columns, warps):
-    """The layout of [rows, splits, columns] in which a thread has 16 bytes of all splits, and a warp 256 columns."""
+    """Return the layout of [rows, splits, columns] in which a thread has 16 bytes of all splits, and a warp 256
+    columns.
+    """
     across = min(columns // 8, 32)
     return gl.BlockedLayout([1, 1, 8], [32 // across, 1, across], [warps, 1, 1], [2, 1, 0])
 
@@ -251,7 +253,7 @@ def clear_rows(
 
 @gluon.jit
 def end_of_sequences(cu_q_ptr, sequences, total_q):
-    """The first query token of a varlen batch that no sequence has."""
+    """Return the first query token of a varlen batch that no sequence has."""
     return gl.minimum(gl.maximum(gl.load(cu_q_ptr + sequences), 0), total_q)
 
 

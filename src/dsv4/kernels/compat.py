@@ -28,7 +28,7 @@ TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
 def _first(namespace, *names: str):
-    """The attribute with the first of these names that is there, the newest name first.
+    """Return the attribute with the first of these names that is there, the newest name first.
 
     By attribute, not by version: the renames came one at a time (3.7 has ``gl.barrier`` but not ``tma.async_load``).
     """
@@ -65,7 +65,7 @@ _aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else core._aggregate
 
 
 def aggregate(cls: Any) -> Any:
-    """Gluon's aggregate, with the constructor that 3.9 makes and 3.6 asks for: fields in order or by name."""
+    """Gluon's aggregate, with a constructor (which 3.6 requires and 3.9 makes) for fields in order or by name."""
 
     def __init__(self, *given, **named):
         if len(given) > len(cls.__annotations__):
@@ -103,17 +103,17 @@ if hasattr(gl.shared_memory_descriptor, "reinterpret"):
 
     @gluon.jit
     def reinterpret_as(smem, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
-        """The same shared-memory bytes seen with another type, shape and layout."""
+        """Return the same shared-memory bytes seen with another type, shape and layout."""
         return smem.reinterpret(dtype, shape, layout)
 else:  # before 3.9
 
     @gluon.jit
     def reinterpret_as(smem, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
-        """The same shared-memory bytes seen with another type, shape and layout."""
+        """Return the same shared-memory bytes seen with another type, shape and layout."""
         return smem._reinterpret(dtype, shape, layout)
 
 
 @gluon.jit
 def reinterpret(smem, shape: gl.constexpr, layout: gl.constexpr):
-    """The same shared-memory bytes seen with another shape and layout."""
+    """Return the same shared-memory bytes seen with another shape and layout."""
     return reinterpret_as(smem, smem.dtype, shape, layout)

@@ -19,4 +19,4 @@ def launch_dependents():
 @gluon.jit
 def wait_on_prior_grid():
     gl.inline_asm_elementwise("griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    barrier()  # which the compiler moves no load across, as it might across the line above
+    barrier()  # the compiler moves no load across the barrier, as it might across the line above

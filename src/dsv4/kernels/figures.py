@@ -1,6 +1,6 @@
 """What a compiled kernel costs, by the assembler's own account: registers, spills, and where the spills are.
 
-The tools are those of the Triton wheel: ptxas with ``-v`` for the totals, cuobjdump for the SASS. What they say is kept
+The tools are those of the Triton wheel: ptxas with ``-v`` for the totals, cuobjdump for the SASS. Their output is kept
 in Triton's cache, by the PTX: `dsv4 kernels` assembles what has changed since it last ran. A spill is a store to or
 load from local memory (STL, LDL). It lies in a main loop when a backward branch encloses both it and a tensor-core,
 tensor-memory-load or exponential instruction.
@@ -68,7 +68,7 @@ def assembled(ptx: str, arch: str) -> tuple[str, str]:
 
 
 def figures(compiled: Any, arch: str) -> Figures:
-    """The figures of a kernel that `triton.compile` made for ``arch`` (sm_100a, sm_90a)."""
+    """Return the figures of a kernel that `triton.compile` made for ``arch`` (sm_100a, sm_90a)."""
     ptx = compiled.asm["ptx"]
     said, sass = assembled(ptx, arch)
     lines = instructions(sass)

@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from dsv4.runtime import calls
 from dsv4.runtime.program import Launch
 
-COLUMNS = 1024  # of a stream, at a time
+COLUMNS = 1024  # columns of a stream that are processed at a time
 
 
 class Form(NamedTuple):
@@ -59,11 +59,11 @@ class Collapsed(NamedTuple):
 
 class StreamSizes(NamedTuple):
     tokens: Any
-    dims: Any  # in units
-    iterations: Any  # of Sinkhorn
+    dims: Any  # dims in units
+    iterations: Any  # iterations of Sinkhorn
     norm_eps: Any
     eps: Any
-    weight_eps: Any  # of the norm behind it
+    weight_eps: Any  # epsilon of the norm that follows
 
 
 @triton.jit(do_not_specialize=["tokens", "units", "share"])
@@ -201,7 +201,7 @@ def spread_streams(
 
 
 def unit_of(dims: int) -> int:
-    """The unit in which a kernel gets a number of dims."""
+    """Return the unit in which a kernel gets a number of dims."""
     return 8 if dims % 8 == 0 else 1
 
 
@@ -222,7 +222,7 @@ def collapse(
     n, h, d = streams.shape
     outputs, unit = (2 + h) * h, unit_of(d)
     form = next(form for most, form in FORMS if n <= most)
-    share = triton.cdiv(h * d, form.shares * form.depth)  # in steps of `depth` columns
+    share = triton.cdiv(h * d, form.shares * form.depth)  # each share has a multiple of `depth` columns
     shares = triton.cdiv(h * d, share * form.depth)
     wide = max(16, triton.next_power_of_2(outputs + 1))
     parts = torch.empty(shares, n, wide, dtype=torch.float32, device=streams.device)

@@ -69,7 +69,7 @@ def new_barriers(N: gl.constexpr, COUNT: gl.constexpr = 1):
 
 @gluon.jit
 def new_pair_barriers(N: gl.constexpr, COUNT: gl.constexpr = 1, TWO_CTAS: gl.constexpr = False):
-    """The same for a pair of CTAs: one in each, or with TWO_CTAS one for both, in the first."""
+    """Return the same for a pair of CTAs: one in each, or with TWO_CTAS one for both, in the first."""
     return Barriers(mbarrier.allocate_mbarrier(batch=N, two_ctas=TWO_CTAS), COUNT)
 
 

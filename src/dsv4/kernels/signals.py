@@ -1,6 +1,7 @@
 """Words in global memory by which the CTAs of a grid, or of several GPUs, work together: tickets and counters.
 
-A CTA takes work by tickets: the first one gets the lowest number. If an item waits only for items with lower numbers,
+A CTA gets its work by tickets: the first one gets the lowest number. If an item waits only for items with lower
+numbers,
 those are done or belong to running CTAs, so some CTA can always continue: a grid needs no more than one resident CTA,
 and may have any number of CTAs (a barrier of all CTAs would need all of them resident; sglang#36657).
 
@@ -19,13 +20,13 @@ FENCE_ASYNC = gl.constexpr("fence.proxy.async; mov.b32 $0, 0;")
 
 @gluon.jit
 def take(word):
-    """The next ticket."""
+    """Take and return the next ticket."""
     return gl.atomic_add(word, 1, sem="relaxed", scope="gpu")
 
 
 @gluon.jit
 def signal(word, SCOPE: gl.constexpr = GPU):
-    barrier()  # of the role: its other warps have written
+    barrier()  # the other warps of the role have written
     gl.atomic_add(word, 1, sem="release", scope=SCOPE)
 
 
@@ -39,10 +40,10 @@ def read_acquire(word, SCOPE: gl.constexpr):
 
 @gluon.jit
 def wait_for(word, count, SCOPE: gl.constexpr = GPU):
-    """Every thread waits for itself."""
+    """Wait until the word has the value; every thread waits on its own."""
     while read_acquire(word, SCOPE) < count:
         pass
-    barrier()  # which the compiler moves no load across
+    barrier()  # the compiler moves no load across the barrier
 
 
 @gluon.jit

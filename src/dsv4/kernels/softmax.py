@@ -51,13 +51,14 @@ def biased(s, bias, SIGN: gl.constexpr):
 
 @gluon.jit
 def power_above(scale):
-    """The least power of two that is not below a scale."""
+    """Return the least power of two that is not below a scale."""
     return ((scale.to(gl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
 def row_scale(top, scale):
-    """The scale of a row with maximum score `top`: `scale`, or power_above(scale) if the maximum is 2^LARGE or more.
+    """Return the scale of a row with maximum score `top`: `scale`, or power_above(scale) if the maximum is 2^LARGE or
+    more.
 
     s scale - m is one FMA, and m is rounded: by up to 8 at 2^28, by 128 at 2^32. A product with a power of two is
     exact, so the FMA gives 0 at the maximum. fp32 scores of that size lie so far apart that P of any other score is at
@@ -68,13 +69,13 @@ def row_scale(top, scale):
 
 @gluon.jit
 def large_from(power):
-    """The bits of 2^LARGE / power, at most those of infinity."""
+    """Return the bits of 2^LARGE / power, at most those of infinity."""
     return gl.minimum(2 * 127 + LARGE - (power.to(gl.int32, bitcast=True) >> 23), 255) << 23
 
 
 @gluon.jit
 def is_large(top, scale):
-    """Whether a row's maximum is finite and has another row_scale than `scale`."""
+    """Return whether a row's maximum is finite and has another row_scale than `scale`."""
     least = large_from(power_above(scale))
     bits = top.to(gl.int32, bitcast=True) & 0x7FFFFFFF
     return (bits - least).to(gl.uint32, bitcast=True) < (0x7F800000 - least).to(gl.uint32, bitcast=True)
@@ -90,7 +91,7 @@ def true_maximum(m, scale):
 
 @gluon.jit
 def row_max(s):
-    """The maxima of the rows of an accumulator [M, N].
+    """Return the maxima of the rows of an accumulator [M, N].
 
     Triton 3.8 and newer compare the values of a thread in a tree, row after row. At head dim 64 ptxas then does not
     mix the arithmetic of a thread's two rows: 1927 -> 2148 us for 8 x 8 x 8192 on an H200. Four chains side by side
@@ -104,7 +105,7 @@ def row_max(s):
 
 @gluon.jit
 def chain_max(x, m, FIRST: gl.constexpr):
-    """The maximum of x [M, J, 8] over J, from the first to the last, and unless FIRST of m [M, 8]."""
+    """Return the maximum of x [M, J, 8] over J, from the first to the last, and unless FIRST of m [M, 8]."""
     M: gl.constexpr = x.shape[0]
     J: gl.constexpr = x.shape[1]
     if J == 1:
@@ -203,7 +204,7 @@ def rescale_in_flight(o, alpha, l):
 
 @gluon.jit
 def sink_of(sink_ptr, head, here):
-    """The sink's logit of a head or of a tensor of heads, -inf outside ``here``; a null pointer means none."""
+    """Return the sink's logit of a head or of a tensor of heads, -inf outside ``here``; a null pointer means none."""
     return gl.load(sink_ptr + head, mask=here & (sink_ptr.to(gl.int64) != 0), other=-float("inf"))
 
 

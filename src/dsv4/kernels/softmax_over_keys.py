@@ -43,7 +43,7 @@ def partial_sums(p):
 
 @gluon.jit
 def maxima(s, row_max, m):
-    """The maximum of each column of s, in the layout of m.
+    """Return the maximum of each column of s, in the layout of m.
 
     The maxima of 16 keys each, those of a warp, go through row_max, and every thread takes the maximum of its columns:
     one exchange between warps, where a reduction makes two. P waits for it, and shared memory is busy.

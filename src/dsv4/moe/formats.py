@@ -27,7 +27,7 @@ from torch import Tensor
 
 from dsv4.caches.formats import encode_e2m1
 
-LAYOUTS = ("sm90", "sm100")  # of tiles, by the kernels that read them
+LAYOUTS = ("sm90", "sm100")  # layouts of tiles, named after the kernels that read them
 GROUP = 128  # columns of activations with one scale
 TILE_ROWS, TILE_COLUMNS = 256, 128
 E4M3_MAX = 448.0
@@ -104,7 +104,7 @@ def to_tiles(rows: Tensor, layout: str) -> Tensor:
 
 
 def from_tiles(tiles: Tensor, layout: str) -> Tensor:
-    """The inverse of to_tiles."""
+    """Return the inverse of to_tiles."""
     if layout == "sm90":
         tiles = _moved(tiles.contiguous().view(torch.int32), [(to, source) for source, to in SIGNS]).view(torch.uint8)
     return tiles.transpose(-3, -2).flatten(-2).flatten(-3, -2)
@@ -120,7 +120,7 @@ def scales_to_tiles(scales: Tensor, each: int, layout: str) -> Tensor:
 
 
 def scales_from_tiles(tiles: Tensor, layout: str) -> Tensor:
-    """The inverse of scales_to_tiles."""
+    """Return the inverse of scales_to_tiles."""
     if layout == "sm100":
         atoms = tiles.contiguous().view(*tiles.shape[:-2], 2, tiles.shape[-1] // 4, 32, 4, 4)
         tiles = atoms.transpose(-4, -2).reshape(tiles.shape)
@@ -158,7 +158,7 @@ def interleaved(a: Tensor, b: Tensor, layout: str) -> Tensor:
 
 
 def apart(x: Tensor, layout: str) -> tuple[Tensor, Tensor]:
-    """The inverse of interleaved."""
+    """Return the inverse of interleaved."""
     order = _order(layout, True, x.device).argsort()
     gate, up = x.unflatten(-2, (-1, 2, GROUP))[..., order, :].unbind(-3)
     return gate.flatten(-3, -2), up.flatten(-3, -2)

@@ -50,7 +50,7 @@ class MoeProblem:
     num_splits: int = 0  # from a plan; not used
     scratch: Tensor | None = None  # from a plan: flat fp32, for all workspace
 
-    q = property(lambda self: self.x)  # its device is that of the problem
+    q = property(lambda self: self.x)  # a tensor on the device of the problem
     tokens = property(lambda self: self.x.shape[0])
     hidden = property(lambda self: self.x.shape[1])
     topk = property(lambda self: self.ids.shape[1])
@@ -69,7 +69,7 @@ class MoeProblem:
     max_seqlen_k = property(lambda self: self.intermediate)
 
     def no_keys(self) -> bool:
-        """Whether the shapes alone leave nothing to compute."""
+        """Return whether the shapes alone leave nothing to compute."""
         return self.x.numel() == 0
 
 

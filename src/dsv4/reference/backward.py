@@ -31,7 +31,7 @@ class FmhaGradients(NamedTuple):
 
 class V4Gradients(NamedTuple):
     q: Tensor
-    window: Tensor  # of its pool's shape, as compressed
+    window: Tensor  # shape of its pool, as for compressed
     compressed: Tensor | None
     sink: Tensor | None
 
@@ -56,7 +56,7 @@ def attend(
     dlse: Tensor | None,  # [Hq, T]
     compute: torch.dtype,
     p_dtype: torch.dtype | None = None,
-    **score,  # of reference.scores and slope
+    **score,  # options of reference.scores and slope
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """One sequence -> dq [Hq, T, D], dk and dv [Hkv, S, D], dsink [Hq]."""
     out, _ = reference.attend(q, k, v, mask, sink, scale, compute, p_dtype, **score)
@@ -88,7 +88,7 @@ def attend(
 
 
 def slope(s: Tensor, softcap: float | None = None) -> Tensor | float:
-    """The derivative of reference.scores, by the scores."""
+    """Return the derivative of reference.scores, by the scores."""
     return 1 - (s / softcap) ** 2 if softcap else 1.0
 
 

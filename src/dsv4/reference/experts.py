@@ -1,4 +1,4 @@
-"""The oracle of the experts, in fp64: which ones a token takes, and what they make of it.
+"""The oracle of the experts, in fp64: how a token's experts are chosen, and what they compute.
 
 :func:`moe` computes without rounding. Given a dtype it rounds where the model does, and with a recipe ("fp8_128",
 "fp8_32", "fp8_token") it rounds x and h to FP8: the difference between the two is what rounding costs, and bounds what
@@ -43,7 +43,7 @@ def fp8(x: Tensor, columns: int) -> Tensor:
     """x [..., k] rounded to e4m3 with one power of two for each group of columns: the least that clips nothing."""
     groups = x.unflatten(-1, (-1, columns))
     target = groups.abs().amax(-1, keepdim=True).clamp_min(1e-4).float() * torch.tensor(1 / 448).float()
-    mantissa, exponent = torch.frexp(target)  # in fp32, as the model has it
+    mantissa, exponent = torch.frexp(target)  # computed in fp32, as in the model
     scale = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int()).double()
     return ((groups / scale).float().to(torch.float8_e4m3fn).double() * scale).flatten(-2)
 
@@ -52,7 +52,7 @@ def fp4(x: Tensor) -> Tensor:
     """x [..., k] rounded to E2M1 with one e4m3 scale for 16 columns: the nearest to amax / 6."""
     groups = x.float().unflatten(-1, (-1, 16))
     scale = (groups.abs().amax(-1, keepdim=True) / 6).clamp(2.0**-9, 448).to(torch.float8_e4m3fn).float()
-    small = (groups / scale).double()  # in fp32, as the model has it
+    small = (groups / scale).double()  # computed in fp32, as in the model
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64, device=x.device)
     above = small.abs()[..., None] - (values[1:] + values[:-1]) / 2
     odd = torch.arange(7, device=x.device) % 2 == 1  # a tie above an odd code goes up, to the even one

@@ -24,7 +24,7 @@ def attend(
     scale: float,
     compute: torch.dtype,
     p_dtype: torch.dtype | None = None,
-    **score,  # of `scores`
+    **score,  # options of `scores`
 ) -> tuple[Tensor, Tensor]:
     """One sequence: softmax(q k^T * scale) v over the keys seen -> out [Hq, T, D], lse [Hq, T] (sink excluded)."""
     q, k, v = q.to(compute), k.to(compute), v.to(compute)
@@ -196,7 +196,7 @@ def v4_attention(
 
 
 def listed(indices: Tensor, lengths: Tensor | None, n: int) -> Tensor:
-    """The row numbers that query n's list really names."""
+    """Return the row numbers that query n's list really names."""
     if lengths is not None:
         indices = indices[: int(lengths[n])]
     return indices[indices >= 0].long()
@@ -243,7 +243,7 @@ def merge_states(
     total = torch.zeros(outs[0].shape, dtype=compute, device=outs[0].device)
     for o, part in zip(outs, lses, strict=True):
         weight = torch.where(part == NEG_INF, 0, (part.to(compute) - lse).exp())
-        empty = _as_rows(part == NEG_INF, o)  # its out means nothing
+        empty = _as_rows(part == NEG_INF, o)  # out of these rows is undefined
         total += torch.where(empty, 0, o.to(compute) * _as_rows(weight, o))
     if sink is not None:
         logit = sink.to(compute)[:, None] if lse.ndim == 3 else sink.to(compute)

@@ -1,7 +1,7 @@
 """Kernels compiled ahead of time: cubins with JSON metadata, made without a GPU, launched without a compiler.
 
 `dsv4 compile -o DIR` writes them. With ``DSV4_AOT=DIR`` in the environment (or `dispatch.use_aot`) every launch whose
-variant is in DIR takes it from there; the others are compiled as usual. Without DSV4_AOT, DIR is the one of the wheel
+variant is in DIR uses it from there; the others are compiled as usual. Without DSV4_AOT, DIR is the one of the wheel
 `dsv4-cubins`, if that is installed (cubins.py). A variant is named by the kernel
 and by everything that was fixed at compile time; its file also carries the hash of the kernel sources, and one over the
 whole record with the cubin. A file that is incomplete, stale or changed since it was written is rejected by name. The

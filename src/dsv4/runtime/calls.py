@@ -32,7 +32,7 @@ Shapes = Sequence[tuple[Sequence[int], torch.dtype]]
 class Operation:
     """Describes an operation to the runtime. Its problem has a field for each output."""
 
-    name: str  # of the public function and of the torch operator
+    name: str  # name of the public function and of the torch operator
     folder: str  # dsv4.<folder>.cpu, dsv4.<folder>.kernels.<arch>.entry; or backward_cpu, backward
     tensors: tuple[str, ...]  # the tensor arguments; the first is never None, and its device is that of the call
     required: int  # how many of them, counted from the first, must not be None
@@ -81,12 +81,12 @@ class Operation:
 class Given(NamedTuple):
     """The arguments of one call: those of the operator except backend and outputs, and what the caller provides."""
 
-    tensors: Sequence[Any]  # in the order of the operation
+    tensors: Sequence[Any]  # tensors in the order of the operation
     options: Any  # an instance of `Operation.options`, which is a tuple
     wanted: tuple[bool, ...]  # outputs
     outputs: tuple[Tensor | None, ...]  # buffers that the caller provides
     scratch: Tensor | None = None
-    capacities: tuple[int, ...] | None = None  # of the plan that owns the scratch memory
+    capacities: tuple[int, ...] | None = None  # capacities of the plan that owns the scratch memory
 
 
 class Call(NamedTuple):
@@ -197,7 +197,7 @@ def _layouts(tensors: Sequence[Any]) -> tuple[list[tuple | None], list[int]]:
 
 
 def _same(a: Tensor, b: Tensor | None) -> bool:
-    """Whether two arguments share memory: they have the same address, which is in the key, and the same layout."""
+    """Return whether two arguments share memory: their address, which is in the key, and their layout are equal."""
     return b is not None and a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.shape == b.shape
 
 

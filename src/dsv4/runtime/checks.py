@@ -48,7 +48,7 @@ def describe(x: Any) -> str:
 
 
 def is_tensor(x: Any) -> bool:
-    """Whether x is a tensor with a shape, strides and a dtype; a nested tensor raises its own errors for these."""
+    """Return whether x is a tensor with a shape and strides, for which a nested tensor raises its own errors."""
     return isinstance(x, Tensor) and not x.is_nested
 
 
@@ -236,7 +236,7 @@ def backend(x: Any) -> str:
 
 
 def derivatives() -> bool:
-    """Whether torch may compute a derivative of the call."""
+    """Return whether torch may compute a derivative of the call."""
     return torch.is_grad_enabled() or forward_ad._current_level >= 0
 
 
@@ -272,7 +272,7 @@ def output(name: str, x: Any, shape: Sequence[int], dtype: torch.dtype, inputs: 
 def writable(name: str, x: Tensor) -> Tensor:
     """Checks that torch and the kernels can write x, element by element."""
     holds_its_values(name, x)
-    inference = not torch.compiler.is_compiling() and x.is_inference()  # which the compiler cannot trace
+    inference = not torch.compiler.is_compiling() and x.is_inference()  # the compiler cannot trace is_inference
     if inference and not x.is_cuda and not torch.is_inference_mode_enabled():
         fail(name, "an inference tensor", "a tensor made outside torch.inference_mode, or a call inside it")
     if _overlaps_itself(x):
@@ -297,7 +297,7 @@ def apart(name: str, x: Tensor, inputs: dict[str, Tensor | None]) -> None:
 
 
 def _overlaps_itself(x: Tensor) -> bool:
-    """Whether two elements may share memory: a stride is smaller than the extent of the dimensions below it."""
+    """Return whether two elements may share memory: a stride is smaller than the extent of the dimensions below it."""
     reach = 0
     for stride, size in sorted((stride, size) for size, stride in zip(x.shape, x.stride()) if size != 1):
         if size == 0:
@@ -316,7 +316,8 @@ def span(x: Tensor) -> int:
 
 
 def values_checked(x: Tensor) -> bool:
-    """Whether checks may read tensor values: always on a CPU; on a GPU, which must synchronise, with DSV4_CHECK=1.
+    """Return whether checks may read tensor values: always on a CPU; on a GPU, which must synchronise, with
+    DSV4_CHECK=1.
 
     While torch.compile traces, tensors have no values yet; the operators check them when they run. While a CUDA graph
     is captured, they have none either.

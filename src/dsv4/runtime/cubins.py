@@ -1,8 +1,8 @@
 """The wheel `dsv4-cubins` (tools/cubins.py): kernels that were compiled ahead of time by the Triton whose code is
-fastest for each architecture. If it is installed, launches take their kernels from it without a setting.
+fastest for each architecture. If it is installed, launches use its kernels without a setting.
 
 It holds one folder of `dsv4 compile` for each architecture, and the hash of the kernel sources that they were compiled
-from. A wheel of other sources is not used, and a warning says so. ``DSV4_CUBINS=0`` switches it off.
+from. dsv4 warns about a wheel of other sources and does not use it. ``DSV4_CUBINS=0`` switches it off.
 """
 
 from __future__ import annotations

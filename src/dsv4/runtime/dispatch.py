@@ -25,7 +25,7 @@ class Architecture(NamedTuple):
     """Kernels for one compute capability."""
 
     package: str  # dsv4.<operation>.kernels.<package>
-    name: str  # as in ptxas and softsm
+    name: str  # name that ptxas and softsm use
     triton: tuple[int, int]  # the oldest that compiles them
     gpus: str
 
@@ -47,7 +47,7 @@ class Target(NamedTuple):
     capability: tuple[int, int]
     num_sms: int
     aot: Path | None = None  # compiled kernels are loaded from here (aot.py)
-    aot_only: bool = False  # and from nowhere else
+    aot_only: bool = False  # no kernel may be taken from elsewhere
 
     @property
     def arch(self) -> str:
@@ -70,7 +70,9 @@ def use_aot(directory: str | Path | None, only: bool = False) -> None:
 @cache  # device.type makes a string of it in every call
 def resolve(backend: str, device: torch.device, name: str = "q") -> str:
     """ "auto" and the demands of the others on the device of the tensors -> cpu, cuda or softsm. name: of the argument
-    whose device it is. Under `softsm check` and its like, tensors say that they are on a GPU, which is the emulator."""
+    whose device it is. Under `softsm check` and similar commands, tensors report a GPU as their device, which is
+    the emulator.
+    """
     if device.type == "cuda" and not torch.compiler.is_compiling() and _emulated(device):
         return "cpu" if backend == "cpu" else "softsm"
     if backend == "auto":
@@ -84,7 +86,7 @@ def resolve(backend: str, device: torch.device, name: str = "q") -> str:
 
 
 def _emulated(device: torch.device) -> bool:
-    """Whether a device that calls itself a GPU is softsm's. torch.compile cannot trace this."""
+    """Return whether a device that calls itself a GPU is softsm's. torch.compile cannot trace this."""
     return torch.cuda.is_available() and torch.cuda.get_device_name(device).startswith("softsm ")
 
 

@@ -76,8 +76,8 @@ class Function(NamedTuple):
     shared: int
     clusters: int  # CTAs per cluster
     dependent: bool  # launched while the previous grid still runs (kernels/dependent.py)
-    types: tuple[str, ...]  # of the parameters, in Triton's words; the compiled kernel has no "constexpr"
-    descriptors: tuple[dict[str, Any], ...]  # its tensor maps, from Triton's metadata
+    types: tuple[str, ...]  # types of the parameters, in Triton's words; the compiled kernel has no "constexpr"
+    descriptors: tuple[dict[str, Any], ...]  # the kernel's tensor maps, from Triton's metadata
 
     @classmethod
     def of(cls, compiled: Any, device: int) -> Function | None:
@@ -122,7 +122,7 @@ class TensorMap:
             (ctypes.c_uint64 * (rank - 1))(*(s * meta["elem_size"] for s in reversed(x.strides[:-1]))),
             (ctypes.c_uint32 * rank)(*reversed(meta["block_size"])),
             (ctypes.c_uint32 * rank)(*[1] * rank),
-            ctypes.c_int(0),  # not interleaved
+            ctypes.c_int(0),  # no interleave
             ctypes.c_int(meta["swizzle"]),
             ctypes.c_int(L2_128B),
             ctypes.c_int(x.padding == "nan"),

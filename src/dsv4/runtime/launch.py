@@ -36,7 +36,7 @@ class Ready:
             watched, step = ready_launch(x, target) if isinstance(x, Launch) else (x, x)
             self.watched.append(watched)
             self.steps.append(step)
-        self.separate = [(buffer, -1) for buffer in program.buffers]  # where there are hooks
+        self.separate = [(buffer, -1) for buffer in program.buffers]  # separate buffers, for launches with hooks
         tensors = {index - len(program.inputs) for x in self.steps for index in as_tensors(x)}
         self.buffers, size = together(program.buffers, tensors)  # (layout, offset in the shared memory or -1)
         self.shared = Layout.contiguous((size,), torch.uint8) if size else None

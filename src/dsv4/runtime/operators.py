@@ -33,7 +33,7 @@ class Training(NamedTuple):
     call: Callable  # (operation, tensors, options, backend, plain) -> (out, lse), which autograd records
 
 
-TRAINING: dict[str, Training] = {}  # by the name of the operation
+TRAINING: dict[str, Training] = {}  # by name of the operation
 
 
 def define(schema: str, kernel: Callable, fake: Callable) -> list[str]:
@@ -167,7 +167,7 @@ def call(
         made, second = operator(**arguments, backend=backend, **{f"return_{op.second}": want_second})
         return (made, second) if want_second else made
     if arguments[op.tensors[0]].ndim not in op.ranks:
-        op.build(**arguments)  # which names what is wrong
+        op.build(**arguments)  # this error names what is wrong
     made, second = op.empty(arguments, (True, want_second), out)
     planned = {} if plan is None else dict(scratch=scratch, capacities=capacities)
     operator = getattr(torch.ops.dsv4, f"{op.name}_out").default

@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 def is_pages(x: Any) -> bool:
-    """Whether x is a cache (dsv4.caches), which keeps rows as bytes in one flat tensor, its `storage`."""
+    """Return whether x is a cache (dsv4.caches), which keeps rows as bytes in one flat tensor, its `storage`."""
     return hasattr(x, "with_storage")
 
 
@@ -32,9 +32,9 @@ class Slot:
     strides: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    misaligned: int = 0  # its address modulo 16
+    misaligned: int = 0  # address modulo 16
     offset: int = 0  # bytes from the beginning of the tensor
-    part: bool = False  # it is not the whole tensor with its own strides
+    part: bool = False  # true: not the whole tensor with its own strides
 
     @classmethod
     def of(cls, index: int, name: str, x: Tensor) -> Slot:

@@ -10,7 +10,7 @@ class Settings:
     check_values: bool  # on a GPU too: values of indices, lengths and starts
     aot: Path | None  # compiled kernels are taken from here (aot.py) ...
     aot_only: bool = False  # ... and from nowhere else
-    cubins: bool = True  # without aot: they are taken from the wheel dsv4-cubins, if it is installed
+    cubins: bool = True  # without aot: kernels are taken from the wheel dsv4-cubins, if it is installed
 
 
 def switched_on(name: str, default: str = "0") -> bool:

@@ -13,7 +13,7 @@ WHOLE = 4  # rounds of whole tiles from which on keys are not split
 DETERMINISTIC_KEYS = 2048
 DETERMINISTIC_SPLITS = 32
 DETERMINISTIC_ROWS = 1024
-DECODE_HEADS, DECODE_KEYS = 16, 64  # of a CTA of V4 attention with few queries
+DECODE_HEADS, DECODE_KEYS = 16, 64  # heads and keys of a CTA of V4 attention with few queries
 
 
 def choose_splits(

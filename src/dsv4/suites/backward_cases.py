@@ -1,7 +1,7 @@
 """Suite `backward`: the gradients of fmha, fmha_varlen and v4_attention, by autograd, against the fp64 formulas.
 
-The inputs are those of the other suites. Every floating-point input asks for its gradient; out gets one from outside,
-and lse does too if a case asks for it.
+The inputs are those of the other suites. Every floating-point input requires its gradient; out gets one from outside,
+and so does lse if a case requests it.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from dsv4.fmha import cpu
 from .case import Check, Where
 
 GUARD = 1024.0  # exact in every dtype used here
-GUARD_ELEMENTS = 2048  # before and after: more than one row of any tile, and a multiple of 16 bytes
+GUARD_ELEMENTS = 2048  # elements before and after: more than one row of any tile, and a multiple of 16 bytes
 
 
 @dataclass(frozen=True)

@@ -187,7 +187,7 @@ class Result:
     case: Case
     checks: list[Check]
     error: str | None  # text of the exception, if the call raised one
-    seconds: float  # of the call alone, without inputs and oracle
+    seconds: float  # time of the call alone, without inputs and oracle
 
     @property
     def ok(self) -> bool:

@@ -1,6 +1,6 @@
 """Suite `fmha`: every feature of the dense, varlen and paged operations, at sizes an emulator can run.
 
-T, S <= 300 and at most 8 query heads. A core set runs at every head dim and dtype; the many special cases take turns
+T, S <= 300 and at most 8 query heads. A core set runs at every head dim and dtype; the many special cases alternate
 through the head dims and dtypes, so that each of those meets a different mix.
 """
 
@@ -331,7 +331,7 @@ def pageds() -> Iterator[tuple[str, Maker, set[str]]]:
 
 
 def softcaps() -> Iterator[tuple[str, Maker, set[str]]]:
-    """Yield cases with caps that most scores come near."""
+    """Yield cases with caps close to most scores."""
     size, small = {"t": 77, "s": 133, "kv_heads": 2}, {"t": 1, "s": 300, "heads": 8, "kv_heads": 1}
     yield "softcap", partial(with_sink, size=size, sink="random", causal=True, softcap=0.7), {"softcap", "sink"}
     yield "softcap-decode", partial(dense, size=small, softcap=0.7), {"softcap", "mqa"}

@@ -15,7 +15,7 @@ from .case import Case, Result, Where, run_case
 
 
 def run_parallel(cases: list[Case], where: Where, seed: int, jobs: int) -> Iterator[Result]:
-    """Yield results as they come, not in the order of the cases. Only cases of the named suites: others cannot be
+    """Yield results as they arrive, not in the order of the cases. Only cases of the named suites: others cannot be
     sent."""
     from . import SUITES
 

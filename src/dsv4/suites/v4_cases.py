@@ -121,7 +121,7 @@ def logits(draw: Draw, heads: int, sink: Any) -> Tensor | None:
 
 
 def garble(indices: Tensor, lengths: Tensor, numbers: Tensor) -> None:
-    """Put valid row numbers past the end of each list: only the length says that they do not count."""
+    """Put valid row numbers past the end of each list: only the length excludes them."""
     if len(numbers):
         beyond = torch.arange(indices.shape[1], device=indices.device) >= lengths[:, None]
         indices[beyond] = numbers[0]

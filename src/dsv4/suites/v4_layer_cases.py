@@ -22,7 +22,7 @@ from .case import Check, Draw, Where
 
 WINDOW = 128
 RATIO = {"csa": 4, "hca": 128}
-EPS = 1e-6  # of the RMSNorm
+EPS = 1e-6  # epsilon of the RMSNorm
 # Compression is fp32 throughout: sums of up to 512 terms of order one, and their squares.
 FP32_BOUND = 1e-5
 

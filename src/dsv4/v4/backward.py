@@ -38,7 +38,7 @@ class V4Backward:
     q = property(lambda self: self.forward.q)
 
     def no_keys(self) -> bool:
-        """Whether every gradient is 0 by the shapes alone."""
+        """Return whether every gradient is 0 by the shapes alone."""
         return self.forward.no_keys()
 
 
@@ -47,7 +47,7 @@ TENSORS = (
     "compressed_lengths", "compressed_block_table", "request_starts", "cos_sin", "positions",
 )  # fmt: skip
 DIFFERENTIABLE = TENSORS[:4]
-PAGES = ("rows_per_page", "page_stride", "format")  # of a pool
+PAGES = ("rows_per_page", "page_stride", "format")  # fields that describe the pages of a pool
 
 
 def _build(

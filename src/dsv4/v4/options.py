@@ -24,4 +24,4 @@ class V4Options(NamedTuple):
     def checked(cls, window: Sequence, compressed: Sequence, softmax_scale: Any, deterministic: Any) -> V4Options:
         """Convert numbers and flags to their types. window, compressed: the paging of these pools."""
         numbers = (checks.scale(softmax_scale), checks.flag("deterministic", deterministic))
-        return tuple.__new__(cls, (*window, *compressed, *numbers))  # as cls(...), in half the time
+        return tuple.__new__(cls, (*window, *compressed, *numbers))  # same result as cls(...), in half the time

@@ -17,7 +17,7 @@ def reserved(c: Capacities, num_sms: int, deterministic: bool) -> tuple[int, int
     """Return (splits, fp32 words of their partial results)."""
     splits = splits_of(c, num_sms)
     partials = 0 if splits == 1 else splits * c.batch * c.max_seqlen_q * c.q_heads
-    tiles, blocks = c.batch * -(-c.q_heads // DECODE_HEADS), -(-c.max_seqlen_k // DECODE_KEYS) + 2  # of two lists
+    tiles, blocks = c.batch * -(-c.q_heads // DECODE_HEADS), -(-c.max_seqlen_k // DECODE_KEYS) + 2  # both lists
     partials = max(partials, decode_splits(tiles, num_sms, blocks) * c.batch * c.q_heads)
     if deterministic:
         partials = max(partials, max(deterministic_cut(c.q_heads, c.max_seqlen_k)[0], 1) * c.batch * c.q_heads)

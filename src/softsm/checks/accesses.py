@@ -16,7 +16,7 @@ from softsm.checks.order import address_of
 from softsm.engine import program as pg
 
 REDUCTIONS = ("TMA reduction", "bulk reduction", "bulk reduction in a peer", "red.async")
-COLLECTIVE = ("cp.async", "wgmma")  # not issued by one lane
+COLLECTIVE = ("cp.async", "wgmma")  # operations that are not issued by one lane
 READ, WROTE = 16, 32  # flags of `touched_since`
 
 
@@ -33,7 +33,7 @@ class Touched(NamedTuple):
 
     @staticmethod
     def meet(shares: list[np.ndarray]) -> bool:
-        """Whether one process wrote a word that another accessed. shares: `touched_since` of each process."""
+        """Returns whether one process wrote a word that another accessed. shares: `touched_since` of each process."""
         touched = sum((flags != 0).astype(np.int32) for flags in shares)
         return any((touched[flags & WROTE != 0] > 1).any() for flags in shares)
 
@@ -64,7 +64,7 @@ class MemoryAccesses:
         return Touched([a.start & ~3 for a in allocations], shadows, [])
 
     def read_only(self, w, lanes: list[int], addresses: np.ndarray) -> None:
-        """ld.global.nc: no write may change the bytes while the grid runs. Only the first lane's allocation is
+        """Checks ld.global.nc: no write may change the bytes while the grid runs. Only the first lane's allocation is
         checked."""
         if self.checker.machine.options.dependent:  # accesses by the previous grid look like those of this one
             return
@@ -85,7 +85,7 @@ class MemoryAccesses:
                 return
 
     def contended(self) -> bool:
-        """Whether a cluster wrote a word of global memory that another one accessed."""
+        """Returns whether a cluster wrote a word of global memory that another one accessed."""
         return bool(self.races[sh.CONTENDED])
 
     def touched_since(self, owners: list[np.ndarray]) -> np.ndarray:
@@ -132,7 +132,7 @@ class MemoryAccesses:
         number, base, slots = op.number, view.at, self.order.slots
         known = base + 8 * slots
         fenced = known if generic else known + 4 * WORDS
-        seen = base if write or generic else base + 4 * slots  # as in byte_ranges.asynchronous
+        seen = base if write or generic else base + 4 * slots  # see byte_ranges.asynchronous
         kind = sh.GENERIC_COPY if generic else sh.ASYNC
         if place == "tensor":
             spans = spans_of(region[1])
@@ -170,7 +170,7 @@ class MemoryAccesses:
     def access(
         self, w, cta, low: int, high: int, write: bool, strong: bool = False, lane: int = -1, same: bool = False
     ) -> None:
-        """An instruction executed in Python reads or writes bytes [low, high) of shared memory in the generic proxy.
+        """Checks an access by an instruction executed in Python to bytes [low, high) of shared memory, generic proxy.
         same: the store changes no byte."""
         flags = (sh.STRONG if strong else 0) | (sh.QUIET if same else 0)
         if lane >= 0:
@@ -201,7 +201,9 @@ class MemoryAccesses:
         self.checker.findings.collect(w)
 
     def global_access(self, w, low: int, high: int, write: bool, strong: bool, lane: int, same: bool) -> None:
-        """An instruction executed in Python reads or writes bytes [low, high) of one allocation of global memory."""
+        """Checks an access by an instruction executed in Python to bytes [low, high) of an allocation of global
+        memory.
+        """
         memory = self.global_memory
         i = bisect.bisect_right(memory.starts, low) - 1
         if i < 0 or i >= len(self.touched.shadows):
@@ -227,7 +229,7 @@ class MemoryAccesses:
         self.checker.findings.collect(w)
 
     def discard(self, w, low: int, high: int, lane: int) -> None:
-        """An ordinary write, after which the words have no value."""
+        """Records an ordinary write that leaves the words without a value."""
         self.global_access(w, low, high, True, False, lane, False)
         i = bisect.bisect_right(self.global_memory.starts, low) - 1
         words = self.touched.shadows[i].reshape(-1, sh.GLOBAL_RECORD)
@@ -235,7 +237,7 @@ class MemoryAccesses:
         words[first : first + (high - low) // 4, 3] |= np.uint32(sh.LIVE)
 
     def lines(self, w, cta, offsets: np.ndarray, write: bool, same: bool = False) -> None:
-        """ldmatrix and stmatrix, which access rows of 16 bytes. same: the store changes no byte."""
+        """Checks ldmatrix and stmatrix, which access rows of 16 bytes. same: the store changes no byte."""
         if cta is not w.cta:
             for at in offsets.tolist():
                 self.access(w, cta, at, at + 16, write)

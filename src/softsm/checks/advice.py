@@ -37,7 +37,8 @@ def before_the_access(op: AsyncOp, waited: bool, others: Iterable[AsyncOp]) -> s
 
 
 def instead(op: AsyncOp, others: Iterable[AsyncOp]) -> str:
-    """More advice for a read of what the operation writes, if its mbarrier has completed a phase before, or its warp
+    """Returns more advice for a read of what the operation writes, if its mbarrier has completed a phase before, or
+    its warp
     has waited for an earlier group: the read may have been meant for what that phase or group brought."""
     if op.kind == "cp.async" and turned(op, others):
         return "; where this was to read what was there before, put a barrier between it and the cp.async"
@@ -50,14 +51,14 @@ def instead(op: AsyncOp, others: Iterable[AsyncOp]) -> str:
 
 
 def turned(op: AsyncOp, others: Iterable[AsyncOp]) -> bool:
-    """Whether the warp of a cp.async has waited for an earlier one."""
+    """Returns whether the warp of a cp.async has waited for an earlier one."""
     mine = op.warp.in_flight or InFlight()
     pending = {x for part in (mine.cp_async.closed, mine.cp_async.open) for _, ops in part for x in ops}
     return any(x.kind == op.kind and x.warp is op.warp and x.number < op.number and x not in pending for x in others)
 
 
 def too_early(op: AsyncOp) -> str:
-    """Advice for a write over bytes that were read before anything wrote them: the read was meant for this."""
+    """Returns advice for a write over bytes that were read before anything wrote them: the read was meant for this."""
     if named(op):
         return f"the read came before anything was written; to get what this one brings, let it wait for {named(op)[0]}"
     wait = "a wait for it" if op.kind != "cp.async" else "cp.async.wait_group in the threads that copy"
@@ -65,12 +66,14 @@ def too_early(op: AsyncOp) -> str:
 
 
 def first_phase(op: AsyncOp) -> bool:
-    """Whether the operation arrives at an mbarrier that has not completed a phase: nothing was there to read before."""
+    """Returns whether the operation arrives at an mbarrier that has not completed a phase: nothing was there to read
+    before.
+    """
     return bool(named(op)) and not any(getattr(b, "phase", 0) for b in op.signals)
 
 
 def commits_of(op: AsyncOp, others: Iterable[AsyncOp]) -> list[AsyncOp]:
-    """The first tcgen05.commit behind the operation, if there is one."""
+    """Returns the first tcgen05.commit behind the operation, if there is one."""
     commits = [x for x in others if x.kind == "tcgen05.commit" and x.warp is op.warp and x.number > op.number]
     return sorted(commits, key=lambda x: x.number)[:1]
 
@@ -108,12 +111,12 @@ def by_kind(op: AsyncOp, others: Iterable[AsyncOp]) -> str:
 
 
 def named(op: AsyncOp) -> list[str]:
-    """The mbarriers at which its completion arrives."""
+    """Returns the mbarriers at which its completion arrives."""
     return [name for name in (getattr(b, "name", "") for b in op.signals) if name]
 
 
 def in_groups(op: AsyncOp, groups: Groups, commit: str, wait: str) -> str:
-    """A wait with operand n leaves the n newest groups of the thread pending."""
+    """Returns advice on group waits: a wait with operand n leaves the n newest groups of the thread pending."""
     if any(op in ops for _, ops in groups.open):
         return f"no {commit} follows it so far; commit it, and then {wait} 0"
     at = next((i for i, (_, ops) in enumerate(groups.closed) if op in ops), None)

@@ -56,7 +56,7 @@ class BarrierChecks:
         cta.view.waits[offset // 8] = 0
 
     def over_barrier(self, w, op, cta, offset: int, pc: int, lane: int) -> None:
-        """Another value overwrites an mbarrier. PTX requires mbarrier.inval first, even if the program no longer needs
+        """Checks a store over an mbarrier. PTX requires mbarrier.inval first, even if the program no longer needs
         the mbarrier. The default level reports it only if the mbarrier is used again."""
         barrier = cta.barriers.get(offset)
         if barrier is None:
@@ -68,7 +68,9 @@ class BarrierChecks:
         (self.report.add if self.strict else self.report.warn)(said)
 
     def initialised_again(self, w, barrier) -> None:
-        """PTX requires mbarrier.inval before the word is used again, even for another mbarrier."""
+        """Checks a second initialisation. PTX requires mbarrier.inval before the word is used again, even for an
+        mbarrier.
+        """
         if barrier.origin is not None and (self.strict or barrier.overwritten is None):
             _, _, pc, creator, _ = barrier.origin
             text = f"{barrier.name} is initialised again without mbarrier.inval"
@@ -76,8 +78,8 @@ class BarrierChecks:
             (self.report.add if self.strict else self.report.warn)(Diagnostic("barrier-init", text, parties))
 
     def fence_init(self, w) -> None:
-        """fence.mbarrier_init makes the barriers that this warp initialised visible to the cluster and the copy
-        engine."""
+        """Handles fence.mbarrier_init, which makes the barriers that this warp initialised visible to the cluster
+        and the copy engine."""
         passed = getattr(w.cta.cluster[0], "cluster_barrier", None)
         for barrier in w.view.initialised:
             barrier.origin[4] = 1 + (0 if passed is None else passed.generation)
@@ -90,7 +92,7 @@ class BarrierChecks:
             barrier.clock.gather(relaxed, scope)
 
     def passed(self, w, barrier, relaxed: bool, scope: str) -> None:
-        """A wait on an mbarrier has succeeded."""
+        """Records that a wait on an mbarrier has succeeded."""
         if barrier.skipped is not None:
             self.waited_late(barrier)
         barrier.watched[cl.WAITED] = barrier.phase - 1
@@ -117,8 +119,8 @@ class BarrierChecks:
         barrier.group_before, barrier.group = barrier.group, {}
 
     def cluster_arrival(self, w, barrier, relaxed: bool) -> None:
-        """An arrival at the cluster barrier. In PTX a relaxed arrival orders nothing. Triton emits one between the
-        start of a kernel and the first copy to a peer; at the default level it orders such copies."""
+        """Records an arrival at the cluster barrier. In PTX a relaxed arrival orders nothing. Triton emits one
+        between the start of a kernel and the first copy to a peer; at the default level it orders such copies."""
         if barrier.loose is None:
             barrier.loose = np.zeros((2, self.order.slots), np.uint32)  # gathered, published
         np.maximum(barrier.loose[0], w.view.clock[: self.order.slots], out=barrier.loose[0])
@@ -160,12 +162,12 @@ class BarrierChecks:
             self.report.add(Diagnostic("barrier-init", text, parties, fix))
 
     def joins(self, w, barrier, count: int, waits: bool) -> None:
-        """A warp arrives at a named barrier for some warps of the CTA. Its arrival must be ordered after the previous
+        """Checks an arrival at a named barrier for some warps of the CTA. It must be ordered after the previous
         phase, or else hardware may count it in that phase. A warp that waited in that phase is ordered."""
         view, found = w.view, None
         earlier = barrier.group_before
         if w in barrier.group:
-            if w.index not in barrier.partial:  # otherwise other lanes of it have arrived
+            if w.index not in barrier.partial:  # otherwise other lanes of the warp have arrived
                 found = w, barrier.group[w][1]
         elif w not in earlier or not earlier[w][2]:
             unseen = ((o, pc) for o, (epoch, pc, _) in earlier.items() if view.clock.item(o.view.slot) < epoch)
@@ -202,9 +204,11 @@ class BarrierChecks:
         barrier.asked = 0
 
     def phase_over(self, barrier) -> None:
-        """A phase completes. It must not be the second one in a row that no warp has waited for: a wait by parity would
-        confuse the two. Kernels release slots at their end that are not filled again, so this is reported only when a
-        warp waits. expect_tx must have announced all copies that signal the barrier, or a phase ends without them."""
+        """Checks a phase that completes. It must not be the second one in a row that no warp has waited for: a wait
+        by parity would confuse the two. Kernels release slots at their end that are not filled again, so this is
+        reported only when a warp waits. expect_tx must have announced all copies that signal the barrier, or a
+        phase ends without them.
+        """
         barrier.clock.complete()
         if barrier.asked > 0:
             self.unannounced(barrier)

@@ -28,14 +28,14 @@ def in_shared(ins: Instruction) -> bool:
 
 
 def confined(program, load_pc: int, store_pc: int) -> bool:
-    """Whether the loaded value reaches only the store, or others under the same guard."""
+    """Returns whether the loaded value reaches only the store, or others under the same guard."""
     load, store = program.instructions[load_pc], program.instructions[store_pc]
     if store.opcode != "st" or store.guard is None or load.opcode != "ld":
         return False
     for flow in program.flow.values():
         if any(ins is load for ins, _, _ in flow) and any(ins is store for ins, _, _ in flow):
             return ends_at(store, load, [x for x in flow if isinstance(x[0], Instruction)])
-    return False  # in two functions
+    return False  # the instructions are in two functions
 
 
 def ends_at(store: Instruction, load: Instruction, flow: list[tuple]) -> bool:
@@ -63,7 +63,7 @@ def ends_at(store: Instruction, load: Instruction, flow: list[tuple]) -> bool:
 
 
 def masked_atomic(program, load_pc: int) -> bool:
-    """Whether all warps fetch the result of one warp's guarded atomic with this load."""
+    """Returns whether all warps fetch the result of one warp's guarded atomic with this load."""
     load = program.instructions[load_pc]
     before = [ins for ins in program.instructions[:load_pc] if ins is not None and ins is not load]
     stores = [ins for ins in before if ins.opcode == "st" and in_shared(ins)]
@@ -76,7 +76,7 @@ def masked_atomic(program, load_pc: int) -> bool:
 
 
 def compared(program, load_pc: int, atomic_pc: int) -> bool:
-    """Whether a compare-and-swap at the address of the load compares the loaded value with what is there."""
+    """Returns whether a compare-and-swap at the address of the load compares the loaded value with what is there."""
     load, swap = program.instructions[load_pc], program.instructions[atomic_pc]
     if load.opcode != "ld" or swap.opcode != "atom" or "cas" not in swap.modifiers:
         return False
@@ -88,7 +88,7 @@ def compared(program, load_pc: int, atomic_pc: int) -> bool:
 
 
 def copied(load: Instruction, register, flow: list[tuple]) -> bool:
-    """Whether `mov` alone brings the loaded value to this register."""
+    """Returns whether `mov` alone brings the loaded value to this register."""
     copies: set[str] = set().union(*(written for ins, _, written in flow if ins is load))
     before = -1
     while before != len(copies):

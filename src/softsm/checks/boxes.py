@@ -47,8 +47,8 @@ class Spans(NamedTuple):
 
 
 def spans_of(box) -> Spans | None:
-    """The bytes of global memory that a TMA box covers, or None. Relative to their first byte they are the same for all
-    boxes of a map that lie inside the tensor."""
+    """Returns the bytes of global memory that a TMA box covers, or None. Relative to their first byte they are the same
+    for all boxes of a map that lie inside the tensor."""
     m, coords = box.map, box.coords
     if box.rows is None and all([0 <= c <= d - r for c, d, r in zip(coords, m.dims, m.reach)]):
         first = m.base + coords[0] * m.data_type.bits // 8
@@ -65,7 +65,7 @@ def spans_of(box) -> Spans | None:
 
 
 def box_spans(box) -> np.ndarray:
-    """The bytes of global memory that a TMA box covers: int64 [n, 2]."""
+    """Returns the bytes of global memory that a TMA box covers: int64 [n, 2]."""
     if box.rows is not None:  # gather, scatter, im2col: addresses of rows, None outside the tensor
         _, first, length = _row_region(box.map, box.coords[0])
         rows = [r for r in box.rows if r is not None and length]

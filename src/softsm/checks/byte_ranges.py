@@ -158,7 +158,7 @@ def peer_reader(at, word, me, now, place, clock, known, newest, races):
 
 @native("i8(i8, i8, i8)")
 def bytes_of(word, low, high):
-    """The bytes of a word that [low, high) has, as a mask."""
+    """Returns the bytes of a word that [low, high) has, as a mask."""
     return ((i8(1) << min(high - word * 4, 4)) - 1) & ~((i8(1) << max(low - word * 4, 0)) - 1)
 
 

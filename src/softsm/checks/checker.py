@@ -52,9 +52,9 @@ from softsm.report.diagnostics import Diagnostic, Party, Report
 class ProcessResult(NamedTuple):
     """The findings of a forked process (engine/processes.py)."""
 
-    touched: np.ndarray  # from `MemoryAccesses.touched_since`
+    touched: np.ndarray  # result of `MemoryAccesses.touched_since`
     warnings: list[Diagnostic]
-    waited: bool  # for the grid before
+    waited: bool  # whether a thread waited for the grid before
 
 
 class Checker(Observer):
@@ -232,7 +232,7 @@ class Checker(Observer):
     # ---- several processes -------------------------------------------------------------------------------------
 
     def uneventful(self) -> bool:
-        """Whether nothing has been found, and no cluster wrote a word that another one accessed."""
+        """Returns whether nothing has been found, and no cluster wrote a word that another one accessed."""
         return self.report.additions == self.found and not self.memory.contended()
 
     def checkpoint(self) -> list[np.ndarray]:

@@ -74,7 +74,7 @@ def checking(
         try:
             yield report
         finally:
-            checks.stream.clear()  # it knows a machine, which knows its options, which know `checks`
+            checks.stream.clear()  # the stream keeps the machine alive, whose options keep `checks` alive
 
 
 def expect_mma(name: str, a=None, b=None, *, column: int | None = None) -> None:

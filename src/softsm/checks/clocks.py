@@ -28,7 +28,7 @@ from softsm.engine.program import (
     USED,
 )
 
-WORDS = 512  # in a set of asynchronous operations
+WORDS = 512  # words of a set of asynchronous operations
 HEAD = 4  # uint32 words before each clock, used in a warp's own clock; their offsets in bytes:
 BEGIN, DIRTY = -16, -12  # the epoch in which the lanes last synchronised, and the lanes with accesses since then
 RELEASING, PLACE = -8, -4  # the epoch of the last release, and the low 32 bits of its address

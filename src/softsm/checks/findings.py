@@ -72,7 +72,9 @@ def add_failure(report: Report, machine, failure: BaseException | None) -> None:
 
 
 def unseen_phases(machine) -> list[str]:
-    """The mbarriers on which warps wait although the previous phase has completed and no warp has waited for it."""
+    """Returns the mbarriers on which warps wait although the previous phase has completed and no warp has waited for
+    it.
+    """
     found = [
         f"  phase {b.phase - 1} of {b.name} has ended and no warp waited for it; the wait that hangs is for phase "
         f"{b.phase}: does it have the wrong parity?"
@@ -219,7 +221,7 @@ class Findings:
             self.report.add(found)
 
     def across(self, w, other) -> str:
-        """Advice for warps of different CTAs, or '' for warps of one CTA."""
+        """Returns advice for warps of different CTAs, or '' for warps of one CTA."""
         if other is None or other.cta is w.cta:
             return ""
         behind = IN_EACH_CTA if flagged(w.cta.program) else ""
@@ -244,7 +246,7 @@ class Findings:
             self.ended(reader)
 
     def ended(self, w) -> None:
-        """A warp has exited, and its predicates can still be read."""
+        """Handles the exit of a warp while its predicates can still be read."""
         if w.view.predicates is None:
             w.view.predicates = w.P.copy()
         for found, store, lanes in w.view.suspected:
@@ -263,7 +265,7 @@ class Findings:
         self.report.add(found) if self.strict else self.report.warn(found)
 
     def used_early(self, w, load) -> None:
-        """An instruction uses registers of a tcgen05.ld without a wait. Triton computes with them before the wait, and
+        """Checks a use of registers of a tcgen05.ld without a wait. Triton computes with them before the wait, and
         the hardware respects the dependency, so only the strict level reports it."""
         other = self.party(load.warp, load, "may still be writing its registers")
         self.add_race(
@@ -321,29 +323,31 @@ class Findings:
 
 
 def flagged(program: pg.Program) -> bool:
-    """Whether the kernel has fences, or loads that acquire: CTAs may tell each other by flags."""
+    """Returns whether the kernel has fences, or loads that acquire: CTAs may tell each other by flags."""
     words = {"acquire", "acq_rel", "sc", "volatile"}
     return any(x.opcode == "membar" or words & {*x.modifiers} for x in program.instructions)
 
 
 def stores(w, pc: int) -> bool:
-    """Whether it is an ordinary store. One that an atomic follows is kept among the reads (checks/global_shadow.py)."""
+    """Returns whether it is an ordinary store. One that an atomic follows is kept among the reads
+    (checks/global_shadow.py).
+    """
     return w.cta.program.instructions[pc].name.startswith("st.")
 
 
 def seen(w, other, epoch: int) -> bool:
-    """Whether an access by another warp happens before the warp's next one, in the generic proxy."""
+    """Returns whether an access by another warp happens before the warp's next one, in the generic proxy."""
     return int(w.view.clock[other.view.slot]) >= epoch
 
 
 def behind_flag(w, address: int, agent: int, epoch: int) -> bool:
-    """Whether the other access is the write of a flag that the warp has acquired with a read and a fence. Ordinary
-    accesses may then read or reset the flag."""
+    """Returns whether the other access is the write of a flag that the warp has acquired with a read and a fence.
+    Ordinary accesses may then read or reset the flag."""
     return any(w.view.flags.get((at, agent - 1), -1) == epoch for at in (address, address - 4))
 
 
 def one_statement(w, pc: int, other, other_pc: int) -> bool:
-    """Whether the compiler made both instructions from one source statement. It duplicates the end of a branch or peels
-    a loop. Warps on both paths that store one value count as warps in one instruction."""
+    """Returns whether the compiler made both instructions from one source statement. It duplicates the end of a branch
+    or peels a loop. Warps on both paths that store one value count as warps in one instruction."""
     here, there = w.cta.program.instructions[pc].loc, other.cta.program.instructions[other_pc].loc
     return here is not None and here == there

@@ -59,7 +59,7 @@ from softsm.engine.program import (
 
 @native("i8(i8, i8)")
 def reader_at(at, k):
-    """The address of the three fields of reader k in the record at `at`."""
+    """Returns the address of the three fields of reader k in the record at `at`."""
     return at + 16 + 12 * k if k < 2 else at + 48
 
 
@@ -73,8 +73,8 @@ def priority(agent, epoch, word):
 
 @native("i8(i8, i8, i8, i8, i8, i8, i8)")
 def outlives(at, mark, me, clock, known, newest, races):
-    """Whether the read at `at` must be kept when `me` reads. It need not if it happens before the new read: a write
-    ordered after the new read is then ordered after both. A strong read does not replace another."""
+    """Returns whether the read at `at` must be kept when `me` reads. It need not if it happens before the new read: a
+    write ordered after the new read is then ordered after both. A strong read does not replace another."""
     agent, place = i8(load32(at)), i8(load32(at + 8))
     if mark & READ_SEVERAL and not place & READ_SEVERAL:
         return i8(agent != 0)

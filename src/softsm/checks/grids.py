@@ -57,19 +57,19 @@ class GridChecks:
                 for other_start, theirs in zip(grid.touched.origins, grid.touched.shadows):
                     inherit(mine, start, theirs, other_start, number, grid.inherited)
         if self.earlier is not None:
-            stream.loose = [*stream.loose, self.earlier][-KEPT:]  # until a thread waits for it
+            stream.loose = [*stream.loose, self.earlier][-KEPT:]  # loose until a thread waits for that grid
         else:
             self.before = None
         stream.last = Grid(memory.touched, len(kinds)) if machine.kernel.launches_dependents else None
 
     def over(self, w) -> None:
-        """griddepcontrol.wait: the previous grid has ended, and its writes are visible."""
+        """Handles griddepcontrol.wait: the previous grid has ended, and its writes are visible."""
         if self.before is not None:
             self.order.observe(w, self.before)
             self.waited()
 
     def waited(self) -> None:
-        """A thread of this launch has waited, so the previous grid ends before this one."""
+        """Notes that a thread of this launch has waited, so the previous grid ends before this one."""
         self.stream.loose = [grid for grid in self.stream.loose if grid is not self.earlier]
         self.earlier = None
 

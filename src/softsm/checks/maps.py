@@ -15,7 +15,7 @@ import numpy as np
 
 from softsm.checks import shadow as sh
 
-WORDS = 32  # of a map
+WORDS = 32  # 32-bit words of a map
 
 
 @dataclass
@@ -33,7 +33,7 @@ class MapChecks:
 
     def __init__(self, checker):
         self.checker, self.findings = checker, checker.findings
-        self.maps: dict[int, WrittenMap] = {}  # by address
+        self.maps: dict[int, WrittenMap] = {}  # by address of the map
         self.stored: dict[tuple[int, int, int], WrittenMap] = {}  # by address, slot and epoch
 
     def written(self, w, address: int, released: bool) -> None:
@@ -41,7 +41,7 @@ class MapChecks:
         self.maps[address] = WrittenMap(w, slot, w.view.epoch, w.pc, released)
 
     def fence(self, w, address: int | None) -> None:
-        """fence.proxy.tensormap: acquire of the map at an address, or release (None) of what the warp knows of."""
+        """Handles fence.proxy.tensormap: acquire of the map at an address, or release (None) of what the warp knows."""
         if address is None:
             for written in self.maps.values():
                 written.released = written.released or self.has_seen(w, written.slot, written.epoch)
@@ -51,7 +51,7 @@ class MapChecks:
                 found.acquired.append((w.view.slot, w.view.epoch))
 
     def writes(self, address: int) -> list[WrittenMap]:
-        """What wrote the map: the last change of it, and ordinary stores."""
+        """Returns what wrote the map: the last change of it, and ordinary stores."""
         known = [self.maps[address]] if address in self.maps else []
         touched, i = (
             self.checker.memory.touched,
@@ -73,7 +73,7 @@ class MapChecks:
         return slot == w.view.slot or int(w.view.clock[slot]) >= epoch
 
     def used(self, w, address: int) -> None:
-        """A copy with the map at this address is issued."""
+        """Checks a copy with the map at this address when it is issued."""
         for written in self.writes(address):
             self.check(w, address, written)
 

@@ -63,11 +63,11 @@ class Messages:
             heard = self.heard.setdefault(w, np.zeros(slots, np.uint32))
             np.maximum(heard, self.before[address], out=heard)
         if write and w.pc not in self.looks:
-            if w not in self.sending or self.sending[w][0] != w.pc:  # else another lane, or another turn of a loop
+            if w not in self.sending or self.sending[w][0] != w.pc:  # otherwise another lane or iteration
                 self.sending[w] = w.pc, w.view.clock[:slots].copy()
                 self.order.new_epoch(w.view)
             sent = self.sending[w][1]
-            also = w.pc in self.changes and address in self.before  # it passes on what it found
+            also = w.pc in self.changes and address in self.before  # the word is passed on together with what was found
             self.before[address] = np.maximum(sent, self.before[address]) if also else sent
             self.written[address] = Written(w, w.view.slot, w.view.epoch, w.pc)
 
@@ -88,9 +88,9 @@ class Messages:
 class Relaxed(NamedTuple):
     """The relaxed instructions of a kernel, as pcs."""
 
-    loads: set[int]  # of global memory, whose values reach no comparison; atomics that are loads, too
+    loads: set[int]  # loads of global memory whose values reach no comparison, and atomics that only load
     changes: set[int]  # atomics
-    looks: set[int]  # those that are loads
+    looks: set[int]  # atomics that only load
 
 
 known: WeakKeyDictionary[Any, Relaxed] = WeakKeyDictionary()  # by kernel
@@ -119,7 +119,7 @@ def find_relaxed(program: Program) -> Relaxed:
 
 
 def is_look(ins: Instruction, flow: list[tuple]) -> bool:
-    """Whether this is a relaxed atomic of global memory that changes no value."""
+    """Returns whether this is a relaxed atomic of global memory that changes no value."""
     if ins.opcode != "atom" or not ORDERED.isdisjoint(ins.modifiers) or space_of(ins).startswith("shared"):
         return False
     if "cas" in ins.modifiers:
@@ -129,7 +129,7 @@ def is_look(ins: Instruction, flow: list[tuple]) -> bool:
 
 
 def constant(operand, flow: list[tuple]):
-    """The value of an operand, where it is a number or a register that holds only one."""
+    """Returns the value of an operand, where it is a number or a register that holds only one."""
     values = {operand}
     if isinstance(operand, Reg):
         writers = [ins for ins, _, written in flow if operand.name in written]
@@ -143,7 +143,7 @@ def is_relaxed_load(ins: Instruction) -> bool:
 
 
 def tested(written: set[str], flow: list[tuple], variables: dict[str, set[str]]) -> bool:
-    """Whether a value in one of these registers, or what is computed from it, may be compared with something."""
+    """Returns whether a value in one of these registers, or one computed from it, may be compared with something."""
     reached = set(written)
     stored: dict[str, set[str]] = {}  # where, by space: the variables, or '' for any
     before = (-1, -1)
@@ -165,7 +165,7 @@ def tested(written: set[str], flow: list[tuple], variables: dict[str, set[str]])
 
 
 def addressed(flow: list[tuple]) -> dict[str, set[str]]:
-    """The variables whose addresses may be in a register."""
+    """Returns the variables whose addresses may be in a register."""
     found: dict[str, set[str]] = {}
     before = -1
     while before != sum(map(len, found.values())):
@@ -179,7 +179,7 @@ def addressed(flow: list[tuple]) -> dict[str, set[str]]:
 
 
 def named(address, variables: dict[str, set[str]]) -> set[str]:
-    """The variables that an address may lie in; {''} if that is not known."""
+    """Returns the variables that an address may lie in; {''} if that is not known."""
     base = address.base
     return {base.name} if isinstance(base, Symbol) else variables.get(getattr(base, "name", ""), {""})
 

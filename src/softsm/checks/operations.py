@@ -48,7 +48,7 @@ class Operations:
         return self.entered
 
     def leave(self, numbers: list[int]) -> None:
-        """The warps of a CTA have ended. Their numbers are freed once no operation that they issued can be looked
+        """Handles the end of a CTA's warps. Their numbers are freed once no operation that they issued can be looked
         up."""
         newest = self.order.newest.item(pg.NEWEST)
         self.past.append((newest, numbers))
@@ -126,10 +126,10 @@ class Operations:
             self.checker.findings.collect(w, op)
 
     def warpgroup_committed(self, w, batch) -> None:
-        """At the default level a wgmma comes after the accesses of all four warps. On an H200 it read what one of them
-        had just written, without a barrier between them (benchmarks/results/rules-h200.json), and FlashMLA's dense
-        decode relies on this. At the strict level it comes after those of one warp: wgmma.fence orders registers and
-        the accesses of its own warp."""
+        """Orders a wgmma. At the default level it follows the accesses of all four warps. On an H200 it read what
+        one of them had just written, without a barrier between them (benchmarks/results/rules-h200.json), and
+        FlashMLA's dense decode relies on this. At the strict level it comes after those of one warp: wgmma.fence
+        orders registers and the accesses of its own warp."""
         seen = self.order.snapshot(w)
         if batch.seen is None:
             batch.seen = seen

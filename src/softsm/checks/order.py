@@ -41,7 +41,7 @@ class Order:
         self.clocks = 2 * slots
         self.take_in, self.pass_on = clocks.join, clocks.publish
         self.hand_over, self.meet, self.commit = clocks.hand_over, clocks.meet, clocks.commit
-        self.spare: list[Clock] = []  # of completed operations, to be used again
+        self.spare: list[Clock] = []  # clocks of completed operations, for reuse
         self.known = slice(2 * slots, 2 * slots + WORDS)
         self.fenced = slice(self.known.stop, self.known.stop + WORDS)
         self.tensor = slice(self.fenced.stop, self.fenced.stop + WORDS)  # this set and the next one: strict level only
@@ -72,7 +72,7 @@ class Order:
         return self.room.pop()
 
     def borrow(self) -> Clock:
-        """A clock with undefined contents, for an operation to publish until it completes."""
+        """Returns a clock with undefined contents, for an operation to publish until it completes."""
         return self.spare.pop() if self.spare else self.new_clock()
 
     def join(self, target: int, source: int) -> None:
@@ -114,7 +114,7 @@ class Order:
         view.clock[view.slot] = view.clock.item(view.slot) + 2
 
     def snapshot(self, w) -> Snapshot:
-        """What the warp can publish now. The epoch that begins keeps its later accesses out of the snapshot."""
+        """Returns what the warp can publish now. The epoch that begins keeps its later accesses out of the snapshot."""
         view = w.view
         copy = view.clock.copy()
         if self.strict:
@@ -123,8 +123,10 @@ class Order:
         return Snapshot(copy, address_of(copy), self.machine.active, view.begin, view.dirty)
 
     def parted(self, w, lanes: int, begin: int, dirty: int) -> bool:
-        """Whether these lanes release without others that have accessed memory since the epoch `begin`, in which all
-        lanes last synchronised. If so, `parts` records the lanes. Once every lane has released, it returns False."""
+        """Returns whether these lanes release without others that have accessed memory since the epoch `begin`, in
+        which all lanes last synchronised. If so, `parts` records the lanes. Once every lane has released, it returns
+        False.
+        """
         if not dirty or not w.alive & ~lanes:
             return False
         table = self.parts[w.view.slot]
@@ -136,8 +138,8 @@ class Order:
         return w.alive & ~lanes != 0
 
     def releasing(self, w, epoch: int) -> str:
-        """The lanes of the warp that released without the others, for a report. `epoch` is that of an access by another
-        lane."""
+        """Returns the lanes of the warp that released without the others, for a report. `epoch` is that of an access by
+        another lane."""
         table = self.parts[w.view.slot]
         at = int(np.where(table[:, 0] <= epoch, table[:, 0], 0).argmax())
         lanes = [lane for lane in range(32) if table.item(at, 1) >> lane & 1]
@@ -178,7 +180,7 @@ class Order:
         return False
 
     def hear(self, w, clock: np.ndarray) -> None:
-        """The running lanes acquire what other lanes of their warp have released since all last synchronised."""
+        """Lets the running lanes acquire what other lanes of their warp have released since all last synchronised."""
         upto, row = clock.item(w.view.slot), self.heard[w.view.slot]
         if upto >= w.view.begin:
             for lane in range(32):
@@ -186,8 +188,8 @@ class Order:
                     row[lane] = max(row.item(lane), upto)
 
     def spans_cluster(self, scope: str) -> bool:
-        """Whether an mbarrier operation of this scope reaches other CTAs. In PTX no scope means .cta, but Triton omits
-        the scope when it arrives at a peer's barrier."""
+        """Returns whether an mbarrier operation of this scope reaches other CTAs. In PTX no scope means .cta, but
+        Triton omits the scope when it arrives at a peer's barrier."""
         return scope == "cluster" or not (scope or self.strict)
 
     def publish(self, target: Clock, relaxed: bool = False, fences: tuple[str, ...] = SCOPES) -> None:
@@ -233,8 +235,8 @@ class Order:
                 self.join(w.view.at, clock.far.published.at)
 
     def waits_relaxed(self, w, barrier, scope: str) -> None:
-        """A relaxed wait acquires nothing itself. A later fence acquires what the barrier published, within the
-        narrower of both scopes."""
+        """Handles a relaxed wait, which acquires nothing itself. A later fence acquires what the barrier published,
+        within the narrower of both scopes."""
         near, far = barrier.clock, barrier.clock.far
         for fenced in SCOPES:
             if fenced not in w.view.acquirable:
@@ -244,8 +246,8 @@ class Order:
                 self.join(address_of(w.view.acquirable[fenced]), far.published.at)
 
     def fence_async(self, w, wide: bool) -> None:
-        """fence.proxy.async: makes all that happens before it visible to the async proxy, and nothing later. `wide`:
-        in the shared memory of the cluster too. Triton then arrives at the cluster barrier relaxed."""
+        """Handles fence.proxy.async, which makes all that happens before it visible to the async proxy, and nothing
+        later. `wide`: in the shared memory of the cluster too. Triton then arrives at the cluster barrier relaxed."""
         n = self.slots
         np.maximum(w.view.clock[n : 2 * n], w.view.clock[:n], out=w.view.clock[n : 2 * n])
         w.view.clock[self.fenced] |= w.view.clock[self.known]
@@ -255,8 +257,8 @@ class Order:
             self.new_epoch(w.view)
 
     def fence(self, w, release: bool, acquire: bool, scope: str) -> None:
-        """fence.acq_rel and the like, which make relaxed accesses before and after them synchronise within their
-        scope."""
+        """Handles fence.acq_rel and similar fences, which make relaxed accesses before and after them synchronise
+        within their scope."""
         if acquire and scope in w.view.acquirable:
             self.join(w.view.at, address_of(w.view.acquirable[scope]))
             self.hear(w, w.view.acquirable[scope])
@@ -265,7 +267,7 @@ class Order:
             w.view.released[scope] = self.snapshot(w)
 
     def share_fences(self, warps: list, members: list) -> None:
-        """A CTA barrier at the default level shares the fences of its warps. PyTorch's reductions need this: after
+        """Shares the fences of the warps at a CTA barrier, at the default level. PyTorch's reductions need this: after
         `__threadfence(); __syncthreads();` one thread takes a ticket with a relaxed atomic. The atomic releases what
         each thread has fenced. After another barrier, a fence in any thread acquires what the ticket published. PTX
         guarantees this only for fence.sc (Fence-SC order)."""
@@ -289,20 +291,20 @@ class Order:
                 w.view.acquirable_flags[scope] = dict(flags[scope])
 
     def fence_tensor(self, w, before: bool) -> None:
-        """tcgen05.fence::before_thread_sync, or ::after_thread_sync."""
+        """Handles tcgen05.fence::before_thread_sync or ::after_thread_sync."""
         if self.strict:
             source, target = (self.tensor, self.sent) if before else (self.sent, self.tensor)
             w.view.clock[target] |= w.view.clock[source]
 
     def strong(self, w, address: int, cta, order: str, scope: str, *, read: bool, write: bool) -> None:
-        """An atomic, volatile or otherwise strong access of global memory (cta is None) or of a CTA's shared memory. A
-        release publishes all that happens before it to acquires of the same address within its scope. Relaxed accesses
-        do so only together with fences."""
+        """Handles an atomic, volatile or otherwise strong access of global memory (cta is None) or of a CTA's
+        shared memory. A release publishes all that happens before it to acquires of the same address within its
+        scope. Relaxed accesses do so only together with fences."""
         places = self.locations if cta is None else cta.view.locations
         place = places.get(address)
         if place is None:
             place = places[address] = Location()
-        wide = scope  # of a release
+        wide = scope  # scope of a release
         if order == "volatile":
             order, wide = self.volatile(w, cta, write)
         if read and order in ("acquire", "acq_rel"):
@@ -327,7 +329,7 @@ class Order:
                     if key not in place.clocks:
                         place.clocks[key], place.writers[key] = self.new_clock(), {}
                     whole = self.send_earlier(place.clocks[key], w, snapshot) or whole
-                    if self.machine.active.bit_count() == 1:  # else another lane may still write
+                    if self.machine.active.bit_count() == 1:  # otherwise another lane may still write
                         place.writers[key][address, w.view.slot] = w.view.epoch
             if sent:  # this write belongs to the epoch that the snapshot began
                 if whole:
@@ -335,8 +337,9 @@ class Order:
                 w.view.head[2:] = w.view.epoch, address & ~3 & pg.ALL
 
     def volatile(self, w, cta, write: bool) -> tuple[str, str]:
-        """The memory order of a volatile access, and its scope. PTX defines it as relaxed. At the default level it is
-        acq_rel in shared memory. In global memory a volatile write is a release if its warp has executed a fence, and
+        """Returns the memory order of a volatile access, and its scope. PTX defines it as relaxed. At the default level
+        it is acq_rel in shared memory. In global memory a volatile write is a release if its warp has executed a fence,
+        and
         reaches as far as that: every thread fences its stores, all meet at a barrier, and one thread sets a flag."""
         if self.strict:
             return "relaxed", "sys"
@@ -345,7 +348,7 @@ class Order:
         return ("release", max(w.view.released, key=rank)) if write and w.view.released else ("relaxed", "sys")
 
     def observe(self, w, op) -> None:
-        """The issuing thread has waited for `op`, so the warp knows it to be complete."""
+        """Notes that the issuing thread has waited for `op`, so the warp knows it to be complete."""
         number = op.number
         if number:
             clock, bit = w.view.clock, number % sh.OPS
@@ -360,7 +363,7 @@ class Order:
         return bool(w.view.clock.item(self.known.start + bit // 32) >> bit % 32 & 1)
 
     def unknown(self, known: np.ndarray, numbers: np.ndarray) -> list[int]:
-        """The operations that are not in the set of those known to be complete."""
+        """Returns the operations that are not in the set of those known to be complete."""
         bits = numbers % sh.OPS
         recent = self.newest.item(0) - numbers < sh.OPS - 64
         return numbers[recent & ((known[bits // 32] >> (bits % 32).astype(np.uint32)) & 1 == 0)].tolist()
@@ -379,7 +382,7 @@ class Snapshot(NamedTuple):
     view."""
 
     clock: np.ndarray
-    at: int  # its address
+    at: int  # address of the clock
     lanes: int
     begin: int
     dirty: int
@@ -408,7 +411,9 @@ class SyncClock:
         self.gathering, self.published = order.new_clock(), order.new_clock()
 
     def gather(self, relaxed: bool = False, scope: str = "") -> None:
-        """The barrier calls this for each arrival, by the operation that is completing or else by the running warp."""
+        """Gathers clocks. The barrier calls this for each arrival, by the operation that completes or by the
+        running warp.
+        """
         order = self.order
         performing = order.engine.performing
         if performing is None and not relaxed and (self.home is None or order.machine.current.cta is self.home):
@@ -434,7 +439,7 @@ class SyncClock:
             self.far.complete()
 
     def parts(self) -> list[int]:
-        """The addresses of all its clocks."""
+        """Returns the addresses of all its clocks."""
         return [self.gathering.at, self.published.at, *(self.far.parts() if self.far is not None else ())]
 
 
@@ -458,6 +463,6 @@ def rank(scope: str) -> int:
 
 
 def reached(w, scope: str) -> list:
-    """The keys of a Location that an access of this scope reads or writes."""
+    """Returns the keys of a Location that an access of this scope reads or writes."""
     cta, gpu = w.cta, w.cta.gpu
     return [(gpu, cta.ctaid), ("cluster", gpu, cta.cluster[0].ctaid), ("gpu", gpu), None][: rank(scope) + 1]

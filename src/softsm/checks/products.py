@@ -34,7 +34,7 @@ class Mma:
     d: np.ndarray  # float32 [m, n]
     tile: int
     step: int
-    column: int  # of the accumulator, relative to its allocation; -1 for wgmma and mma.sync
+    column: int  # column of the accumulator, relative to its allocation; -1 for wgmma and mma.sync
     line: int  # PTX line
     who: str
     cta: tuple[int, int, int]
@@ -55,7 +55,7 @@ class Expectation:
     column: int | None
 
     def part(self, operand: str, tile: int, step: int, k: int) -> np.ndarray | None:
-        """The operand [rows, k] of that tile and step, or None if nothing is expected."""
+        """Returns the operand [rows, k] of that tile and step, or None if nothing is expected."""
         whole = self.a if operand == "a" else self.b
         if whole is None:
             return None
@@ -68,7 +68,7 @@ class Expectation:
         return whole[:, step * k : step * k + k] if (step + 1) * k <= whole.shape[1] else None
 
     def find(self, operand: str, values: np.ndarray) -> str:
-        """The position of these neighbours along k in the expected operand, if they occur exactly once."""
+        """Returns the position of these neighbours along k in the expected operand, if they occur exactly once."""
         whole = self.a if operand == "a" else self.b
         assert whole is not None
         places = np.argwhere(whole == values[0])
@@ -203,7 +203,7 @@ class Products:
         self.checker.report.add(Diagnostic(code, message, tuple(parties)))
 
     def provenance(self, operand: str, row: int, k: int, p, ctas) -> list[Party]:
-        """The last writer of the element."""
+        """Returns the last writer of the element."""
         from softsm.isa import tcgen05_product as tcgen05
 
         s = p.shape
@@ -261,7 +261,7 @@ class Products:
 
 
 def feeding_load(instructions: list, pc: int) -> int | None:
-    """The load whose value the store at `pc` wrote: the nearest earlier one along the registers' definitions."""
+    """Returns the load whose value the store at `pc` wrote: the nearest one along the registers' definitions."""
 
     def registers(operand) -> list[str]:
         items = operand.items if isinstance(operand, Vector) else (operand,)
@@ -281,7 +281,7 @@ def feeding_load(instructions: list, pc: int) -> int | None:
 
 
 def logical_a(tcgen05, p, cta) -> np.ndarray:
-    """The rows of A that this CTA multiplies: float32 [rows, k]."""
+    """Returns the rows of A that this CTA multiplies: float32 [rows, k]."""
     rows = tcgen05.rows_of(p)
     plan = tcgen05.lane_plan(rows, p.shape.n, p.folded, p.lane)
     by_lane = tcgen05.operand_a(p, cta, plan)[:-2].reshape(p.shape.k, 128).view(np.float32)
@@ -289,7 +289,7 @@ def logical_a(tcgen05, p, cta) -> np.ndarray:
 
 
 def logical_d(p, cta, rows: int) -> np.ndarray:
-    """The accumulator of this CTA: [rows, n]."""
+    """Returns the accumulator of this CTA: [rows, n]."""
     d = np.empty((rows, p.shape.n), np.uint32)
     for x in blocks(rows, p.shape.n, p.folded):
         column, lane = p.column + x.column, p.lane + x.lane

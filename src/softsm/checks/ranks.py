@@ -33,7 +33,7 @@ class RankChecks:
     def __init__(self, order: Order, operations: Operations, memory: MemoryAccesses, stream: Stream, machine):
         self.order, self.operations, self.memory, self.machine = order, operations, memory, machine
         self.stream, self.gpus = stream, machine.gpus
-        self.unknown: dict[int, Unknown] = {}  # by the number of the operation
+        self.unknown: dict[int, Unknown] = {}  # by number of the operation
         self.flags: dict[int, int] = {}  # words that a GPU wrote by strong stores in an earlier launch
         self.tenants: list[tuple[int, int, int]] = []
         self.ends = np.zeros((self.gpus, order.slots), np.uint32)
@@ -89,7 +89,7 @@ class RankChecks:
         return number
 
     def began(self, w) -> None:
-        """A warp knows what its GPU knows."""
+        """Gives a new warp what its GPU knows."""
         self.tenants.append((w.view.slot, w.view.clock.item(w.view.slot) - 1, w.cta.gpu))
         self.learns(w, w.cta.gpu)
 
@@ -99,7 +99,7 @@ class RankChecks:
                 self.order.observe(w, self.operations.by_number[number])
 
     def reads(self, w, address: int) -> None:
-        """A strong read: where the word is a flag of an earlier launch, it acquires."""
+        """Handles a strong read: if the word is a flag of an earlier launch, the read acquires."""
         gpu = self.flags.get(address & ~3)
         if gpu is not None:
             self.learns(w, gpu)
@@ -110,7 +110,7 @@ class RankChecks:
             self.known[cta.gpu] |= w.view.clock[self.order.known]
 
     def ended(self) -> None:
-        """The launch is over; the next one may follow."""
+        """Ends the launch; the next one may follow."""
         newest = self.order.newest.item(0)
         issuers = {}
         for number, op in self.operations.by_number.items():
@@ -126,7 +126,7 @@ class RankChecks:
 
 
 def overlapping(mine: np.ndarray, start: int, theirs: np.ndarray, other_start: int):
-    """The records of the words that both shadows have, and the address of the first; None if there are none."""
+    """Returns the records of the words that both shadows have, and the address of the first; None if there are none."""
     size = 4 * sh.GLOBAL_RECORD
     low = max(start, other_start)
     high = min(start + mine.nbytes // size * 4, other_start + theirs.nbytes // size * 4)

@@ -24,7 +24,7 @@ class Access(NamedTuple):
     pc: int
     scope: str
     write: bool
-    size: int  # in bytes; 0 for a vector, whose elements are accesses of their own
+    size: int  # size in bytes; 0 for a vector, whose elements are accesses of their own
 
 
 class ScopeChecks:
@@ -72,7 +72,7 @@ class ScopeChecks:
 
 
 def reaches(scope: str, one: Cta, other: Cta) -> bool:
-    """Are both within this scope of each other?"""
+    """Returns whether both are within this scope of each other."""
     if scope == "cluster":
         return one.cluster is other.cluster
     return scope == "sys" or (scope == "gpu" and one.gpu == other.gpu)

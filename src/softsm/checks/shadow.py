@@ -64,7 +64,7 @@ from softsm.engine.program import (
 ASYNC = 0x40000000
 GENERIC_COPY = 0x60000000  # cp.async: asynchronous, but of the generic proxy
 STRONG = 16
-LATER = 64  # not the first word of a vector; compilers may load padding in one
+LATER = 64  # set except for the first word of a vector; compilers may load padding in one
 RELEASED = 128  # an acquire of this release also orders the write itself
 QUIET = 32  # a store that changes no byte; it does not race with the same instruction in another warp
 CHANGES = 256  # an atomic operation that also reads
@@ -72,7 +72,7 @@ FRESH = 8  # first bit of the bytes written in the record's epoch
 LANE = 12  # first bit of the lane that wrote them
 WHOLE_WARP = 32  # instead of a lane, for stmatrix and ldmatrix, which move registers of all lanes
 STRONG_READER = 62  # a strong read of shared memory, with which no strong write races
-NOBODY = 63  # not a single lane's access
+NOBODY = 63  # accessed by more than a single lane
 SEVERAL = 1 << 18
 LIVE = 1 << 19
 READ_BYTES = 21  # first bit of the bytes read, above the pc
@@ -83,8 +83,8 @@ RECORD = 18  # fields of a word of shared memory
 BLOCK_BITS = 3
 BLOCK = 1 << BLOCK_BITS  # words: 32 bytes, the row of an MMA operand
 GLOBAL_RECORD = 16
-READERS = 3  # kept for a word of global memory, and peer readers kept for one of shared memory
-OWNER = 11  # its field in the record
+READERS = 3  # readers remembered for a word of global memory; peer readers for a word of shared memory
+OWNER = 11  # where the owner is in the record
 OPS = 32 * WORDS  # asynchronous operations that have a bit of their own; older ones count as complete
 RAW, WAW, WAR, UNINITIALISED, OVER_BARRIER = 0, 1, 2, 3, 4
 SAME = 5  # WAW with an equal value
@@ -93,7 +93,7 @@ RACE_FIELDS = 8
 CONTENDED = 1 + MAX_RACES * RACE_FIELDS  # after the findings: whether two clusters accessed a word and one wrote it
 PARTS = CONTENDED + 1  # the address of the table of `released`, PARTS_KEPT words per slot
 HEARD = PARTS + 1  # the address of the table of `heard`, a word for each lane of a slot
-CLUSTERS = HEARD + 1  # after it, the cluster of each slot, counted from 1
+CLUSTERS = HEARD + 1  # then the cluster of each slot, counted from 1
 PARTS_KEPT = 8
 MANY = 64  # added to a lane: others have touched the same bytes
 WRITTEN = 1 << 30
@@ -108,7 +108,7 @@ def sget(S, k):
 
 @native("i8(i8, i8, i8)")
 def complete(known, number, newest):
-    """Whether the asynchronous operation is known to be complete."""
+    """Returns whether the asynchronous operation is known to be complete."""
     if newest - number >= OPS - 64:
         return 1
     k = number & (OPS - 1)
@@ -137,9 +137,11 @@ def report(races, kind, place, address, pc, agent, epoch, other_pc, lane):
 
 @native("i8(i8, i8, i8, i8, i8)")
 def released(races, slot, upto, epoch, lane):
-    """Some lanes of the warp of `slot` have published their accesses up to the epoch `upto`. Returns whether that
-    includes an access by `lane` in `epoch`. It includes all accesses from before the lanes last synchronised. An entry
-    of the table has the epoch of a synchronisation of the lanes, and above it the lanes that have released since."""
+    """Notes that some lanes of the warp of `slot` have published their accesses up to the epoch `upto`. Returns
+    whether that includes an access by `lane` in `epoch`. It includes all accesses from before the lanes last
+    synchronised. An entry of the table has the epoch of a synchronisation of the lanes, and above it the lanes that
+    have released since.
+    """
     table = i8(load64(races + 8 * PARTS)) + 8 * PARTS_KEPT * slot
     begin, mask = i8(0), u4(0)
     for k in range(PARTS_KEPT):
@@ -155,7 +157,7 @@ def released(races, slot, upto, epoch, lane):
 
 @native("i8(i8, i8, i8, i8, i8)")
 def heard(races, slot, lane, epoch, other):
-    """Whether `lane` has acquired what `other`, of the same warp, released behind its access in `epoch`."""
+    """Returns whether `lane` has acquired what `other`, of the same warp, released behind its access in `epoch`."""
     if lane < 0 or lane > 31:
         return 0
     upto = i8(load32(i8(load64(races + 8 * HEARD)) + 4 * (32 * slot + lane)))
@@ -176,7 +178,9 @@ def unseen(clock, agent, epoch, lane, races):
 
 @native("i8(i8, i8, i8, i8, i8, i8, i8, i8)")
 def not_before(agent, epoch, lane, me, clock, known, newest, races):
-    """The result of `unseen` for a writer or reader (agent, epoch) that may be an asynchronous operation, or `me`."""
+    """Returns the result of `unseen` for a writer or reader (agent, epoch) that may be an asynchronous operation, or
+    `me`.
+    """
     if agent == 0 or agent == me:
         return 0
     if agent >= ASYNC:
@@ -198,7 +202,7 @@ def lanes_of(lane, found):
 
 @native("i8(i8, i8)")
 def writer(touched, theirs):
-    """The lane that wrote the touched bytes, or NOBODY. theirs: the record's `bytes`."""
+    """Returns the lane that wrote the touched bytes, or NOBODY. theirs: the record's `bytes`."""
     fresh = (theirs >> FRESH) & 15
     if touched & fresh == 0 or theirs & SEVERAL and touched & fresh != fresh:
         return i8(NOBODY)
@@ -207,7 +211,7 @@ def writer(touched, theirs):
 
 @native("i8(i8, i8)")
 def reader(touched, place):
-    """The lane that read the touched bytes, or NOBODY. place: the field with the pc of the read."""
+    """Returns the lane that read the touched bytes, or NOBODY. place: the field with the pc of the read."""
     whole = (place >> READ_BYTES) & 15
     if place & READ_SEVERAL and touched & whole != whole or (place >> READ_LANE) & 63 == STRONG_READER:
         return i8(NOBODY)
@@ -216,8 +220,8 @@ def reader(touched, place):
 
 @native("i8(i8, i8, i8, i8, i8)")
 def written(at, touched, theirs, epoch, older):
-    """The epoch in which the writer last wrote one of the touched bytes, or -1. older: the offset of the field with the
-    epoch of older bytes."""
+    """Returns the epoch in which the writer last wrote one of the touched bytes, or -1. older: the offset of the field
+    with the epoch of older bytes."""
     if touched & (theirs >> FRESH) & 15:
         return epoch
     if touched & theirs & 15:
@@ -227,7 +231,9 @@ def written(at, touched, theirs, epoch, older):
 
 @native("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8)")
 def unordered(at, touched, older, pc, me, clock, known, newest, races):
-    """The result of `unseen` for the last write of the touched bytes, which warp `me` accesses; 0 if there is none."""
+    """Returns the result of `unseen` for the last write of the touched bytes, which warp `me` accesses; 0 if there is
+    none.
+    """
     agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
     when = written(at, touched, theirs, epoch, older)
     if when < 0 or touched & theirs & STRONG or touched & QUIET and i8(load32(at + 8)) == pc:
@@ -239,7 +245,7 @@ def unordered(at, touched, older, pc, me, clock, known, newest, races):
 
 @native("i8(i8, i8)")
 def behind_write(touched, write):
-    """The kind of race of an access that an earlier write does not happen before."""
+    """Returns the kind of race of an access that an earlier write does not happen before."""
     if not write:
         return RAW
     return SAME if touched & QUIET else WAW
@@ -247,7 +253,8 @@ def behind_write(touched, write):
 
 @native("i8(i8, i8, i8, i8, i8, i8, i8, i8)")
 def lanes_race(touched, theirs, epoch, begin, lane, write, me, races):
-    """The lane of the same warp that wrote these bytes without having synchronised since, or -1. If several lanes wrote
+    """Returns the lane of the same warp that wrote these bytes without having synchronised since, or -1. If several
+    lanes wrote
     them, only an access of all these bytes is a race: one lane must have written some of them."""
     fresh = (theirs >> FRESH) & 15
     if epoch < begin or lane == NOBODY or not touched & fresh or touched & STRONG and theirs & STRONG:
@@ -296,7 +303,7 @@ def written_by(at, me, now, pc, touched, theirs, agent, lane, older):
 
 @native("i8(i8, i8)")
 def peer_at(at, k):
-    """The address of the three fields of peer reader k in the record at `at`."""
+    """Returns the address of the three fields of peer reader k in the record at `at`."""
     return at + 24 if k == 0 else at + 36 + 12 * k
 
 

@@ -16,7 +16,7 @@ from softsm.engine.program import S_RACES, S_SCRATCH, S_SHARED, S_SHARED_SIZE, S
 
 @native("i8(i8, i8, i8, i8, i8, i8, i8, i8)")
 def there(R, Q, S, row, k, log, wide, lane):
-    """Whether memory already holds element k of what a lane stores. The host addresses are in S[SCRATCH:]."""
+    """Returns whether memory already holds element k of what a lane stores. The host addresses are in S[SCRATCH:]."""
     a = sget(S, S_SCRATCH + lane) + (k << log)
     if wide:
         new = load64(Q + (row * 32 + lane) * 8)
@@ -33,7 +33,7 @@ def there(R, Q, S, row, k, log, wide, lane):
 
 @native("i8(i8, u4, i8)")
 def overwriter(S, m, lane):
-    """The last lane after this one that stores to the same address, or -1."""
+    """Returns the last lane after this one that stores to the same address, or -1."""
     for later in range(31, lane, -1):
         if (m >> u4(later)) & u4(1) and sget(S, S_SCRATCH + later) == sget(S, S_SCRATCH + lane):
             return i8(later)
@@ -42,7 +42,7 @@ def overwriter(S, m, lane):
 
 @native("i8(i8, i8, i8, i8, i8, i8, u4)")
 def quiet(R, Q, pool, S, rows, fmt, m):
-    """Whether the store whose host addresses are in S[SCRATCH:] would change no byte."""
+    """Returns whether the store whose host addresses are in S[SCRATCH:] would change no byte."""
     for k in range((fmt >> 4) & 15):
         row = i8(np.int32(load32(pool + 4 * (rows + k))))
         for lane in range(32):

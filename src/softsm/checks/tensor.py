@@ -193,8 +193,8 @@ class TensorChecks:
         return loads[-1] if loads and (issued is None or loads[-1].number > issued.number) else issued
 
     def loads_used(self, w, loads: frozenset[int]) -> None:
-        """The instruction waits for these loads. At the default level they are complete for it and for all that it
-        precedes."""
+        """Handles an instruction that waits for these loads. At the default level they are complete for it and for
+        all that it precedes."""
         if self.strict:
             last = self.unwaited_load(w)
             if last is not None and last.number > w.view.used_early:
@@ -202,7 +202,7 @@ class TensorChecks:
                 self.findings.used_early(w, last)
             return
         w.view.unwaited_loads = [op for op in w.view.unwaited_loads if not self.used(w, op, loads)]
-        numbers = [w.S.item(pg.S_LOADS + 1 + k) for k in range(w.S.item(pg.S_LOADS))]  # those of compiled code
+        numbers = [w.S.item(pg.S_LOADS + 1 + k) for k in range(w.S.item(pg.S_LOADS))]  # loads that compiled code issued
         left = [number for number in numbers if not self.used(w, self.operations.get(number), loads)]
         w.S[pg.S_LOADS + 1 : pg.S_LOADS + 1 + len(left)] = left
         w.S[pg.S_LOADS] = len(left)
@@ -267,8 +267,9 @@ class TensorChecks:
         return view.places[1]
 
     def read_between(self, shadow: TensorShadow, window, old, new) -> bool:
-        """Whether products, ordered after `old` and before `new`, read what `old` wrote there. By default it is enough
-        that they read a part, because then the whole operation is over; at the strict level they must read all."""
+        """Returns whether products, ordered after `old` and before `new`, read what `old` wrote there. By default it is
+        enough that they read a part, because then the whole operation is over; at the strict level they must read all.
+        """
         cells = shadow.writer[window] == old.number
         between = np.zeros_like(cells)
         for ring in shadow.readers:

@@ -106,7 +106,7 @@ def _cells(builder, at):
 
 @intrinsic
 def four_are(typingctx, at, value):
-    """Whether four cells hold this value."""
+    """Returns whether four cells hold this value."""
 
     def codegen(context, builder, signature, args):
         same = builder.icmp_unsigned("==", builder.load(_cells(builder, args[0]), align=8), _splat(builder, args[1]))
@@ -135,8 +135,8 @@ def note(S, number, pc, kind):
 
 @native("i8(i8, i8, i8, i8, i8)", python=True)
 def in_order(old, read, new, write, strict):
-    """Whether the hardware keeps two operations of one warp in order (PTX 9.4): one of kind `old` that read or wrote
-    cells, and a later one of kind `new` that reads or writes them."""
+    """Returns whether the hardware keeps two operations of one warp in order (PTX 9.4): one of kind `old` that read or
+    wrote cells, and a later one of kind `new` that reads or writes them."""
     was, now = old & ((1 << SUMS) - 1), new & ((1 << SUMS) - 1)
     if was == LOAD or was == STORE or now == LOAD or now == STORE:
         return i8((was == STORE and now == LOAD) or (was <= STORE and now == STORE))
@@ -190,7 +190,7 @@ def users(S, table, low, high, reader, me, write, known, out):
 
 @native("i8(i8)")
 def known_complete(S):
-    """The address of the set of operations that precede the tcgen05 operations of the warp of S."""
+    """Returns the address of the set of operations that precede the tcgen05 operations of the warp of S."""
     layout = i8(load64(S + 8 * S_NEXT_OP))
     known = i8(load64(S + 8 * S_CLOCK)) + 4 * i8(load64(layout + 8 * CLOCKS))
     return known + 4 * 2 * WORDS if i8(load64(layout + 8 * SECTIONS)) == STRICT else known
@@ -227,8 +227,8 @@ def look(S, table, groups, low, high, write, me, wrong):
 
 @native("i8(i8, i8, i8, i8)")
 def stands_for(layout, known, me, number):
-    """Whether an operation ordered after the read of `me` is also ordered after that of `number`: it is complete, or
-    both are MMAs of one warp. One thread issues these, and its commits cover all earlier ones."""
+    """Returns whether an operation ordered after the read of `me` is also ordered after that of `number`: it is
+    complete, or both are MMAs of one warp. One thread issues these, and its commits cover all earlier ones."""
     if number == 0 or records.complete(known, number, me + 1):
         return i8(1)
     log, kinds = i8(load64(layout + 8 * LOG)), (1 << SUMS) - 1
@@ -346,7 +346,7 @@ def operation(S, work, places, me, pc, lane, issued):
 
 @native("i8(i8, i8, i8, i8, i8, i8)")
 def known_product(S, rows, table, a_tensor, lane, chain):
-    """The entry of the MMA with the operands in the registers `rows` of a lane, or 0 (engine/mma_chains.py)."""
+    """Returns the entry of the MMA with the operands in the registers `rows` of a lane, or 0 (engine/mma_chains.py)."""
     R, Q, P = i8(load64(S + 8 * S_R)), i8(load64(S + 8 * S_Q)), i8(load64(S + 8 * S_P))
     idesc = i8(load32(R + (i8(load32(rows)) * 32 + lane) * 4))
     d = i8(load32(R + (i8(load32(rows + 4)) * 32 + lane) * 4))
@@ -406,7 +406,7 @@ def product(S, rows, which, a_tensor, m, pc):
 
 @native("i8(i8, i8, i8, i8)", python=True)
 def busy(S, table, low, high):
-    """Whether an operation on these columns is not known to the warp of S to be complete."""
+    """Returns whether an operation on these columns is not known to the warp of S to be complete."""
     layout = i8(load64(S + 8 * S_NEXT_OP))
     known = i8(load64(S + 8 * S_CLOCK)) + 4 * i8(load64(layout + 8 * CLOCKS))
     newest = i8(load64(layout + 8 * NEWEST))
@@ -423,8 +423,8 @@ def busy(S, table, low, high):
 
 @native("void(i8, i8)", python=True)
 def waited(S, those):
-    """The warp of S has waited for its loads or stores (`those`: S_LOADS or S_STORES) and knows them to be complete. At
-    the strict level they also precede its tcgen05 operations."""
+    """Notes that the warp of S has waited for its loads or stores (`those`: S_LOADS or S_STORES) and knows them to
+    be complete. At the strict level they also precede its tcgen05 operations."""
     layout = i8(load64(S + 8 * S_NEXT_OP))
     known = i8(load64(S + 8 * S_CLOCK)) + 4 * i8(load64(layout + 8 * CLOCKS))
     for k in range(i8(load64(S + 8 * those))):
@@ -464,7 +464,7 @@ def access(S, rows, row, count, store, about, pc):
         return i8(MACRO)
     if load64(S + 8 * S_LATEST) != np.uint64(0) and about >> DISTANCE == 0:
         return i8(MACRO)
-    if unwaited == UNWAITED or number & 31 == 0:  # then Order.number must clear bits
+    if unwaited == UNWAITED or number & 31 == 0:  # Order.number must then clear bits
         return i8(MACRO)
     R = i8(load64(S + 8 * S_R))
     address = load32(R + row * 128)

@@ -57,7 +57,7 @@ class SpareShadows:
         self.spare: list[SharedShadow] = []
 
     def take(self, words: int, warps: int) -> SharedShadow:
-        try:  # without a lock, which might be held when another thread forks
+        try:  # no lock: another thread might hold it when the process forks
             found = self.spare.pop()
         except IndexError:
             found = None
@@ -77,26 +77,26 @@ shadows = SpareShadows(8)
 
 class Issued(NamedTuple):
     bits: np.ndarray
-    at: int  # its address
+    at: int  # address
 
 
 @dataclass(slots=True, eq=False)
 class WarpView:
     """What a warp has acquired, done and not waited for."""
 
-    slot: int  # its place in vector clocks
+    slot: int  # place in vector clocks
     clock: np.ndarray  # see checks/order.py
-    at: int  # its address
+    at: int  # address
     head: np.ndarray  # `begin` and `dirty`, which compiled code keeps (checks/clocks.py)
     copies: np.ndarray  # bits of its cp.async, for their arrival on an mbarrier
     loose: np.ndarray  # what it has learnt from relaxed arrivals at the cluster barrier
     issued: dict[int, Issued] = field(default_factory=dict)  # lane -> its tcgen05 operations, for commit
-    released: dict[str, tuple] = field(default_factory=dict)  # by scope: what fences beside relaxed accesses
+    released: dict[str, tuple] = field(default_factory=dict)  # by scope: what fences release besides relaxed accesses
     acquirable: dict[str, np.ndarray] = field(
         default_factory=dict
     )  # pass on (Snapshot of checks/order.py), and take in
-    suspected: list = field(default_factory=list)  # its accesses that may be benign races (checks/benign_races.py)
-    predicates: np.ndarray | None = None  # their values when it exited
+    suspected: list = field(default_factory=list)  # accesses that may be benign races (checks/benign_races.py)
+    predicates: np.ndarray | None = None  # values of predicates when the warp exited
     initialised: list = field(default_factory=list)  # mbarriers since the last fence.mbarrier_init
     # flags that the warp has acquired, and those that a fence of a scope would: (address, writer's slot) -> its epoch
     flags: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -133,23 +133,23 @@ class WarpView:
 
 @dataclass(slots=True, eq=False)
 class CtaView:
-    slot0: int  # of its first warp
+    slot0: int  # slot of the first warp
     shadow: SharedShadow | None
     site: int  # address of both, the numbers of words and warps, and the first slot, for compiled code
     kept: np.ndarray  # objects that the site points to
-    waits: np.ndarray  # for each 8 bytes of its shared memory the address of a record of checks/clocks.py, or 0
+    waits: np.ndarray  # for each 8 bytes of shared memory the address of a record of checks/clocks.py, or 0
     outstanding: list[int] = field(default_factory=list)  # numbers of operations that must complete before it ends
-    touched_by: dict[int, tuple] = field(default_factory=dict)  # by peers: slot -> (epoch, pc, warp)
-    used_by: list[int] = field(default_factory=list)  # by operations of peers: their numbers
-    issuers: list[int] = field(default_factory=list)  # its warps, see checks/operations.py
-    places: tuple[np.ndarray, int] | None = None  # of the CTAs of its tcgen05.mma, see checks/tensor.py
+    touched_by: dict[int, tuple] = field(default_factory=dict)  # accesses by peers: slot -> (epoch, pc, warp)
+    used_by: list[int] = field(default_factory=list)  # numbers of operations by peers
+    issuers: list[int] = field(default_factory=list)  # warps of the CTA, see checks/operations.py
+    places: tuple[np.ndarray, int] | None = None  # places of the CTAs of its tcgen05.mma, see checks/tensor.py
     locations: dict[int, object] = field(default_factory=dict)  # strong accesses of its shared memory, by offset
-    records: list[tuple[np.ndarray, int]] = field(default_factory=list)  # of mbarriers, and their addresses
+    records: list[tuple[np.ndarray, int]] = field(default_factory=list)  # records of mbarriers, and their addresses
     room: list[tuple[np.ndarray, int]] = field(default_factory=list)
     initialised: set[int] = field(default_factory=set)  # offsets of mbarriers, and those that were initialised again
     repeated: set = field(default_factory=set)
-    began: np.ndarray | int = 0  # its warps' entries in their clocks when they began
-    met: bool = False  # its warps have passed a cluster barrier, so that all CTAs of the cluster run
+    began: np.ndarray | int = 0  # entries of the warps in their clocks when they began
+    met: bool = False  # all warps have passed a cluster barrier, so all CTAs of the cluster run
 
     def watch(self, offset: int, fields: list[int]) -> np.ndarray:
         """Makes a record for the mbarrier at this offset, with which the compiled loop handles waits on it."""

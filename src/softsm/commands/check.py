@@ -44,7 +44,7 @@ class Summary:
     findings: dict[tuple, Found] = field(default_factory=dict)
     warnings: dict[tuple, Diagnostic] = field(default_factory=dict)
     failures: dict[str, list[str]] = field(default_factory=dict)  # text -> orders
-    launches: int = 0  # of the first run
+    launches: int = 0  # launches of the first run
     orders: list[str] = field(default_factory=list)
     over: bool = False
 
@@ -53,8 +53,8 @@ class Summary:
         return bool(self.findings or self.failures)
 
     def end(self) -> None:
-        """A program that launches no kernel would pass whatever its kernels do: the wrong file, a missing argument, or
-        a library that took its path for CPUs."""
+        """Fails a program that launches no kernel, which would pass whatever its kernels do: the wrong file, a
+        missing argument, or a library that took its path for CPUs."""
         if not (self.launches or self.findings or self.failures):
             self.failures[NO_LAUNCH] = list(self.orders)
 

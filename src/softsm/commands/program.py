@@ -21,7 +21,7 @@ from softsm import accepted
 if TYPE_CHECKING:
     from click import UsageError
 else:
-    UsageError = typer.BadParameter.__base__  # of click, or of the copy of click in newer typers
+    UsageError = typer.BadParameter.__base__  # class of click, or of the copy of click in newer typers
 
 OWN = (typer.Exit, UsageError)  # exceptions of the command itself, not of the program that it runs
 PROGRAMS = (".py", ".cu")  # files with their own command line
@@ -165,7 +165,7 @@ def _program(file: Path, arguments: list[str], arch: str, sms: int, ranks: int, 
 
 @contextmanager
 def loading(package: str) -> Iterator[None]:
-    """In a terminal, shows that a command waits for its imports, unless they include nothing new."""
+    """Shows in a terminal that a command waits for its imports, unless they include nothing new."""
     shown = sys.stderr.isatty() and package not in sys.modules
     if shown:
         print("loading softsm ...", end="", file=sys.stderr, flush=True)

@@ -101,7 +101,7 @@ class Server:
                             connection.close()
                     else:
                         selector.unregister(key.fileobj)
-                        self.hung_up(key.fd)  # its copy ends, which the code above notices
+                        self.hung_up(key.fd)  # the copy ends, which the code above notices
         finally:
             signal.set_wakeup_fd(-1)
             self.path.unlink(missing_ok=True)

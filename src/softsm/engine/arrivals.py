@@ -71,7 +71,7 @@ class Addresses:
         if not isinstance(operand, Reg):
             return unknown
         if operand.name not in self.known:
-            self.known[operand.name] = unknown  # also for one that depends on itself
+            self.known[operand.name] = unknown  # also for a register that depends on itself
             definitions = self.definitions[operand.name]
             first = [x for x in definitions if len(definitions) == 1 or not self.moves_on(x, operand.name)]
             if len(first) == 1:
@@ -80,7 +80,7 @@ class Addresses:
         return self.known[operand.name]
 
     def moves_on(self, ins: Instruction, name: str) -> bool:
-        """Whether the definition adds something to the register's own value, as each turn of a loop does."""
+        """Returns whether the definition adds something to the register's own value, as each turn of a loop does."""
         sources = [x.name for x in ins.operands[1:] if isinstance(x, Reg)]
         if ins.opcode == "mov" and len(sources) == 1 and len(self.definitions[sources[0]]) == 1:
             ins = self.definitions[sources[0]][0]
@@ -120,7 +120,7 @@ def arrivals(program) -> list[Arrival]:
 
 
 def silent(program) -> bool:
-    """Whether the text does not determine the barrier of some arrival."""
+    """Returns whether the text does not determine the barrier of some arrival."""
     found = {a.instruction.line for a in arrivals(program)}
     return any(ins is not None and ins.line not in found and barrier_operand(ins) for ins in program.instructions)
 

@@ -44,7 +44,7 @@ class AsyncRegisters(Emitter):
         if ins.opcode == "ret":
             self.read |= {v.name for v in self.current_function.returns if v.space == "reg"}
         self.flow[self.current_function.name].append((ins, self.read, self.written))
-        if not (ins.opcode == "tcgen05" and ins.modifiers[0] in ("ld", "st")):  # they check before they are issued
+        if not (ins.opcode == "tcgen05" and ins.modifiers[0] in ("ld", "st")):  # these two check before they are issued
             self.settle_tensor_loads(start)
         if self.wgmma_busy and ins.opcode != "wgmma":
             self.settle_products(start, ins.opcode == "mov")
@@ -52,7 +52,7 @@ class AsyncRegisters(Emitter):
             self.follow_registers(ins, start)
 
     def settle_products(self, start: int, move: bool) -> None:
-        """The program uses registers of a wgmma before its wait. ptxas inserts a wait there, once for all its
+        """Handles a use of registers of a wgmma before its wait. ptxas inserts a wait there, once for all its
         registers."""
         for row in self.touched & self.wgmma_busy.keys():
             used = self.wgmma_busy.get(row)

@@ -23,8 +23,8 @@ class AsyncEngine:
     def __init__(self, order: str, seed: int):
         self.order = order
         self.random = random.Random(seed)
-        self.limits = random.Random(seed)  # of waits
-        self.pending: dict[int, AsyncOp] = {}  # by id, in order of issue
+        self.limits = random.Random(seed)  # time limits of waits
+        self.pending: dict[int, AsyncOp] = {}  # operations by id, in order of issue
         self.signalling: dict[int, AsyncOp] = {}  # the pending operations that may wake a warp
         self.completed = 0
         self.observer: Observer | None = None
@@ -33,8 +33,10 @@ class AsyncEngine:
         self.growing = None  # the chain of the products that were issued last, while the next may join it
 
     def impatient(self, w: Warp) -> bool:
-        """Whether the time limit of this wait expires at once. PTX leaves the limit to the system; a program that does
-        not try again continues too early. Order 'random' draws it, but never twice in a row, so that loops end."""
+        """Returns whether the time limit of this wait expires at once. PTX leaves the limit to the system; a program
+        that does not try again continues too early. Order 'random' draws it, but never twice in a row, so that loops
+        end.
+        """
         fragment = w.fragment
         early = self.order == "random" and fragment.told_no != w.pc and self.limits.random() < 0.25
         fragment.told_no = w.pc if early else -1

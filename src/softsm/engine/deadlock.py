@@ -56,8 +56,10 @@ class DeadlockWatch:
     # ---- everybody is blocked ----------------------------------------------------------------------------------
 
     def time_out(self) -> None:
-        """No warp can run, and nothing is in flight. A wait with a time limit (try_wait) may return false, after which
-        the program may change something. If nothing has changed since the last timeout, this is a deadlock."""
+        """Acts when no warp can run and nothing is in flight. A wait with a time limit (try_wait) may return false,
+        after which the program may change something. If nothing has changed since the last timeout, this is a
+        deadlock.
+        """
         machine = self.machine
         changes = sum(int(w.S[pg.S_WRITES]) for c in machine.live for w in c.warps)
         changes += machine.writes + machine.engine.completed + machine.clock
@@ -76,7 +78,7 @@ class DeadlockWatch:
     # ---- warps that poll, each by itself -----------------------------------------------------------------------
 
     def quantum_used(self, warp) -> None:
-        """A warp has run for a whole quantum."""
+        """Notes that a warp has run for a whole quantum."""
         changes = int(warp.S[pg.S_WRITES])
         if changes:
             self.machine.writes += changes
@@ -87,7 +89,7 @@ class DeadlockWatch:
         self.machine.make_ready(warp)
 
     def spinning(self) -> None:
-        """A warp has used whole quanta without a change of memory. Checks whether all warps that can run do so."""
+        """Checks whether all warps that can run have used whole quanta without a change of memory, like this one."""
         machine, engine = self.machine, self.machine.engine
         for w in machine.ready:
             machine.writes += int(w.S[pg.S_WRITES])
@@ -105,7 +107,7 @@ class DeadlockWatch:
             w.spins = 0
 
     def polls(self, warp) -> bool:
-        """Whether all fragments of the warp that can run return to the same pc with the same registers."""
+        """Returns whether all fragments of the warp that can run return to the same pc with the same registers."""
         able = [f for f in warp.fragments if f.blocked is None and not f.parked]
         return bool(able) and all(self.comes_back(warp, f) for f in able)
 
@@ -169,7 +171,9 @@ class DeadlockWatch:
         return self.machine.entries + self.machine.steps // OPERATION
 
     def out_of_patience(self) -> NoReturn:
-        """Memory changes, so this may be no deadlock: a loop may only be long. options.patience says how long."""
+        """Ends a launch that goes on for long. Memory changes, so it may be no deadlock; options.patience is the
+        limit.
+        """
         why = (
             f"no warp has ended and no asynchronous operation has completed in {self.machine.options.patience} "
             "operations (--patience)"

@@ -71,7 +71,7 @@ def clues(machine, text: Text, ring: list) -> list[str]:
 
 
 def all_came(machine, barrier: Mbarrier, text: Text) -> bool:
-    """Whether every warp that can reach the only code that arrives there has done so in this phase."""
+    """Returns whether every warp that can reach the only code that arrives there has done so in this phase."""
     came = {
         (e.who.ctaid, e.who.warp)
         for e in barrier.history
@@ -82,7 +82,7 @@ def all_came(machine, barrier: Mbarrier, text: Text) -> bool:
 
 
 def guarded(warp, ins) -> bool:
-    """Whether the instruction's predicate holds for a lane of the warp, with its present value."""
+    """Returns whether the instruction's predicate holds for a lane of the warp, with its present value."""
     program = warp.cta.program
     row, inverted = program.code[program.instructions.index(ins), 6:8].tolist()
     return bool(int(warp.P[row]) ^ inverted)
@@ -204,7 +204,7 @@ def suppliers(machine, barrier, text: Text) -> list[tuple]:
 
 
 def untouched(barrier: Mbarrier) -> bool:
-    """Whether nothing has arrived yet."""
+    """Returns whether nothing has arrived yet."""
     return barrier.phase == 0 and not any(e.what not in ("init", "increment") for e in barrier.history)
 
 

@@ -57,8 +57,8 @@ class Emitter:
         self.labels: dict[str, int] = {}
         self.fixups: list[tuple[int, str, Instruction]] = []
         self.branch_tables: list[list[str]] = []
-        self.current_function = function  # whose body is being lowered
-        self.registers = function.registers  # its registers: name -> type
+        self.current_function = function  # the function whose body is being lowered
+        self.registers = function.registers  # registers of that function: name -> type
         self.ins: Any = None  # the current instruction
         self.touched: set[tuple[str, int]] = set()  # rows that the current instruction reads or writes
         self.named: set[tuple[str, int]] = set()  # rows of registers, and rows used by more than arithmetic
@@ -99,7 +99,7 @@ class Emitter:
         dynamic = []
         reached = referenced(self.module, self.function)
         functions = [self.function, *(f for f in self.module.functions.values() if not f.entry and f.name in reached)]
-        ours = [v for v in self.module.variables if v.space != "shared" or v.name in reached]  # as in ptxas
+        ours = [v for v in self.module.variables if v.space != "shared" or v.name in reached]  # as ptxas chooses
         for v in [*ours, *(v for f in functions for v in f.variables)]:
             self.variables[v.name] = v
             if v.space == "shared":
@@ -220,7 +220,7 @@ class Emitter:
         if isinstance(operand, Special):
             return self.special(operand.name, bank)
         if isinstance(operand, Symbol):
-            if operand.name in self.param_offsets:  # its address in the param space; cvta.param makes it generic
+            if operand.name in self.param_offsets:  # address in the param space; cvta.param makes it generic
                 return self.const(self.param_offsets[operand.name] + operand.offset, kind)
             return self.symbol(operand.name, operand.offset, bank)
         if isinstance(operand, Vector) and len(operand.items) == 1:

@@ -1,4 +1,4 @@
-"""The way from Python into the dispatch loop: one call of a compiled function that takes and returns numbers. It costs
+"""The way from Python into the dispatch loop: one call of a compiled function of numbers. It costs
 a microsecond; by ctypes it would be four.
 """
 
@@ -14,7 +14,7 @@ from softsm.engine.native import intrinsic, native
 
 @intrinsic
 def call(typingctx, loop, lane_operation, cold, S, pc, mask, stop, quantum, multi):
-    """The function `run` of engine/dispatch.py at the address `loop`, its results gathered."""
+    """Returns the function `run` of engine/dispatch.py at the address `loop`, its results gathered."""
 
     def codegen(context, builder, signature, args):
         i64 = ir.IntType(64)
@@ -29,13 +29,14 @@ def call(typingctx, loop, lane_operation, cold, S, pc, mask, stop, quantum, mult
 
 @native("UniTuple(i8, 5)(i8, i8, i8, i8, i8, i8, i8, i8, i8)", python=True)
 def enter(loop, lane_operation, cold, S, pc, mask, stop, quantum, multi):
-    """-> status, pc, mask, lanes, steps."""
+    """Returns (status, pc, mask, lanes, steps)."""
     return call(loop, lane_operation, cold, S, pc, mask, stop, quantum, multi)
 
 
 @native("i8(i8)", python=True)
 def agreed(row):
-    """The value that the 32 lanes of a 32-bit register have at this address, if all, active or not, have the same; else
+    """Returns the value that the 32 lanes of a 32-bit register have at this address, if all, active or not, have the
+    same; else
     -1."""
     first = load32(row)
     for lane in range(1, 32):

@@ -20,11 +20,11 @@ class AsyncOp:
     signals: tuple[Waitable, ...] = ()  # objects that its completion may wake
     reads: tuple = ()  # regions, for observers
     writes: tuple = ()
-    footprint: Any = None  # of a tcgen05 operation; it decides which others the hardware keeps in order
+    footprint: Any = None  # set for a tcgen05 operation; decides which others the hardware keeps in order
     done: bool = False
-    product: tuple | None = None  # of a tcgen05.mma: its `Work` (isa/tcgen05.py) and its CTAs
+    product: tuple | None = None  # set for a tcgen05.mma: its `Work` (isa/tcgen05.py) and its CTAs
     # for observers:
-    nbytes: int = 0  # that count for each mbarrier it signals
+    nbytes: int = 0  # bytes that count for each mbarrier it signals
     number: int = 0
     publishes: Any = None  # what a wait for it acquires
     instruction: Any = None
@@ -118,7 +118,7 @@ class Batch:
         self.ops: list[AsyncOp] | None = None
         self.results: dict[int, list[AsyncOp]] = {}
         self.waited = 0
-        self.seen: Any = None  # for observers: the clocks of its warps when they committed
+        self.seen: Any = None  # for observers: clocks of the warps when they committed
 
 
 class GroupSequence:
@@ -142,6 +142,6 @@ class InFlight:
     wgmma: GroupSequence | None = None
     tensor_loads: list[AsyncOp] = field(default_factory=list)  # tcgen05.ld whose registers have not been delivered
     tensor_stores: list[AsyncOp] = field(default_factory=list)
-    tensor_ops: list[tuple[AsyncOp, int, object]] = field(default_factory=list)  # with lane and footprint
+    tensor_ops: list[tuple[AsyncOp, int, object]] = field(default_factory=list)  # operations with lane and footprint
     products: int = 0  # the number of MMAs among them
     commits: dict[int, AsyncOp] = field(default_factory=dict)  # the last tcgen05.commit of each lane

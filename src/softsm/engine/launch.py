@@ -40,7 +40,7 @@ CTA_SHARED = 232_448  # the most of it for one CTA
 CTA_RESERVED = SM_SHARED - CTA_SHARED  # reserved for the system in every CTA
 SM_THREADS = 2048
 SM_CTAS = 32
-SPARE_BYTES = 1 << 20  # of register files that a kernel keeps between launches
+SPARE_BYTES = 1 << 20  # bytes of register files that a kernel keeps between launches
 BLOCK_SIDES, CLUSTER_SIDES, CLUSTER_CTAS = (1024, 1024, 64), (16, 16, 16), 16
 # Options of one launch.
 CHANGES = tuple("arch order seed sms budget patience processes dependent follows workspace".split())
@@ -211,7 +211,7 @@ class Kernel:
         machine = Machine(kernels, grid, block, shared, cluster, memory, parameters, chosen)
         observer = machine.observer
         if machine.left:
-            with no_garbage():  # until the launch's objects are freed
+            with no_garbage():  # no collection until the launch's objects are freed
                 try:
                     machine.run()
                 except BaseException as failure:

@@ -27,9 +27,9 @@ from numba.core.serialize import dumps
 
 from softsm.engine import cache
 
-config: Any = numba_config  # it defines its attributes at run time
+config: Any = numba_config  # Any: its attributes are defined at run time
 _kept: list = []  # engines own the code
-intrinsic: Callable[[Callable], Any] = extending.intrinsic  # its result is called without the typing context
+intrinsic: Callable[[Callable], Any] = extending.intrinsic  # Any: the result is called without the typing context
 
 # ---------------------------------------------------------------- by Numba
 

@@ -236,7 +236,9 @@ class Observer:
     # ---- several processes (engine/processes.py) ---------------------------------------------------------------
 
     def uneventful(self) -> bool:
-        """Whether nothing has happened that must be reported, or that copies of the process might see differently."""
+        """Returns whether nothing has happened that must be reported, or that copies of the process might see
+        differently.
+        """
         return True
 
     def checkpoint(self) -> Any:
@@ -246,7 +248,7 @@ class Observer:
         """Returns what happened in this copy of the process, in a form that can be sent to the others."""
 
     def conflict(self, results: list[Any]) -> bool:
-        """Whether one copy accessed what another one wrote. results: of `since`."""
+        """Returns whether one copy accessed what another one wrote. results: of `since`."""
         return False
 
     def adopt(self, result: Any) -> None:

@@ -38,11 +38,11 @@ class Options:
     budget: int = accepted.number_in("SOFTSM_BUDGET", 20_000_000_000)
     patience: int = 0  # operations without progress after which a launch is ended; 0: never
     arch: str = ""
-    processes: int = 0  # that share a launch, at most; 0: engine/processes.py decides
+    processes: int = 0  # processes that share a launch, at most; 0: engine/processes.py decides
     dependent: bool = False  # programmatic dependent launch: the grid may begin before the one before it has ended
     follows: bool = False  # several GPUs: the host did not wait for all of them before this launch
     workspace: int = 0  # address of the words by which the CTAs of a cooperative launch meet (%envreg1, %envreg2)
-    sessions: tuple[Session, ...] = ()  # that follow the launch (engine/observer.py)
+    sessions: tuple[Session, ...] = ()  # sessions that follow the launch (engine/observer.py)
     meeting: Any = None  # softsm.engine.ranks.Meeting, of a rank's program
 
     def __post_init__(self) -> None:

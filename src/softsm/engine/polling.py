@@ -1,6 +1,6 @@
 """Which registers decide whether a loop that polls goes on.
 
-A loop may count how often it has asked, or read the clock, and do nothing with it. Such registers differ in every
+A loop may count its tries, or read the clock, without using the result. Such registers differ in every
 iteration, and the loop still never ends. A register decides if its value reaches a branch, a guard, an address or a
 store of the loop: engine/deadlock.py compares only those.
 """
@@ -20,8 +20,8 @@ ELSEWHERE = {"brx", "call", "ret"}  # the loop goes on where its own text does n
 
 
 def deciding(program: Program, first: int, last: int) -> list[tuple[str, int]] | None:
-    """The registers, as (file, row), that decide what the instructions from pc `first` to `last` do; None if that is
-    not known."""
+    """Returns the registers, as (file, row), that decide what the instructions from pc `first` to `last` do; None if
+    that is not known."""
     inside = {id(ins) for ins in program.instructions[first : last + 1] if ins is not None}
     for name, flow in program.flow.items():
         found = [x for x in flow if isinstance(x[0], Instruction) and id(x[0]) in inside]
@@ -32,7 +32,7 @@ def deciding(program: Program, first: int, last: int) -> list[tuple[str, int]] |
 
 
 def closed(flow: list[tuple]) -> set[str]:
-    """The names that effects read, and what these are computed from. flow: (instruction, names read, names
+    """Returns the names that effects read, and what these are computed from. flow: (instruction, names read, names
     written)."""
     decide: set[str] = set().union(*(read for ins, read, _ in flow if ins.opcode in EFFECTS))
     before = -1

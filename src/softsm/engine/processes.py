@@ -39,7 +39,7 @@ SAME_FOR_ALL = {"smid", "clock", "clock_hi", "clock64", "globaltimer", "globalti
 
 
 def independent(module: Module, specials) -> bool:
-    """Whether clusters of the program cannot communicate, whatever they compute."""
+    """Returns whether clusters of the program cannot communicate, whatever they compute."""
     items = [item for f in module.functions.values() for item in f.body if isinstance(item, Instruction)]
     # A CTA that allocates part of tensor memory may wait for another CTA of the SM.
     pieces = sum(ins.name.startswith("tcgen05.alloc") for ins in items)
@@ -74,7 +74,7 @@ def processes() -> int:
 
 
 def shared_between_processes(allocations: list[Allocation]) -> bool:
-    """Whether a child would write to this process's memory (np.memmap, torch's share_memory_)."""
+    """Returns whether a child would write to this process's memory (np.memmap, torch's share_memory_)."""
     try:
         with open(MAPS) as maps:
             lines = [line.split(None, 2) for line in maps]
@@ -101,7 +101,7 @@ class Processes:
         self.parts = machine.options.processes or processes()
         # Another thread may hold a lock that a child would wait for.
         able = self.parts > 1 and hasattr(os, "fork") and threading.active_count() == 1 and self.possible()
-        self.turns = TURNS if able else 0  # until the launch is divided
+        self.turns = TURNS if able else 0  # turns left until the launch is divided
 
     def possible(self) -> bool:
         machine = self.machine
@@ -117,7 +117,7 @@ class Processes:
         )
 
     def quiet(self) -> bool:
-        """Whether nothing has happened so far that an observer would report."""
+        """Returns whether nothing has happened so far that an observer would report."""
         observer = self.machine.observer
         return observer is None or observer.uneventful()
 
@@ -158,7 +158,7 @@ class Processes:
                 child.end()
 
     def agree(self, outcomes: list[Outcome]) -> bool:
-        """Whether one process would have done the same."""
+        """Returns whether one process would have done the same."""
         machine = self.machine
         # In one process no warp would have waited longer than in all of them together.
         if sum(o.longest for o in outcomes) >= PATIENCE:
@@ -235,7 +235,7 @@ class Outcome(NamedTuple):
     longest: int  # turns without progress
     changes: list[Change]
     compiled: list[int]  # blocks
-    observed: Any  # from `Observer.since`
+    observed: Any  # result of `Observer.since`
 
 
 class Before:

@@ -46,7 +46,7 @@ WARP_STATE = np.dtype([
     ("writes", np.int64),
     ("alive", np.int64),  # lanes that have not exited
     ("shared", np.int64), ("shared_size", np.int64),  # the CTA's shared memory on the host
-    ("shared_base", np.int64),  # its first address in the kernel
+    ("shared_base", np.int64),  # first shared address in the kernel
     ("local", np.int64), ("local_size", np.int64),
     ("alloc", np.int64), ("nalloc", np.int64),  # the table of global allocations
     ("hit", np.int64),  # the allocation found last
@@ -119,7 +119,7 @@ class Blocked:
     text: object
     done: bool = False
     told: bool = False  # `on` tells observers that the warp continues
-    limited: bool = False  # it has a time limit, which ends when nothing else can happen (Fragment.timed_out)
+    limited: bool = False  # the wait has a time limit, which expires when nothing else can happen (Fragment.timed_out)
 
 
 SEEN = object()  # returned by a macro-operation that changes only registers, and may call observers
@@ -165,7 +165,7 @@ class Program:
     flow: dict[str, list[tuple]] = field(default_factory=dict)
     rows: dict[str, dict[str, int]] = field(default_factory=dict)  # function -> register -> row
     kinds: dict[str, dict[str, str]] = field(default_factory=dict)  # function -> register -> type
-    arrivals: list | None = None  # those of engine/arrivals.py, computed when needed
+    arrivals: list | None = None  # result of engine/arrivals.py, computed when needed
     private: frozenset[tuple[str, int]] = frozenset()  # (register file, row) that only micro-operations use
 
     def way_back(self, pc: int) -> tuple[int, int] | None:

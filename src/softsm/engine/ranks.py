@@ -33,7 +33,7 @@ class Launch:
     shape: tuple  # grid, block, shared memory, cluster and options, equal for all ranks
     args: object
     memory: Any
-    ordered: bool = False  # behind other GPUs, by an event
+    ordered: bool = False  # an event orders the launch after other GPUs
 
     def run(self) -> None:
         """Launches on this GPU alone, or as a rank."""
@@ -77,7 +77,7 @@ class Meeting:
         self.count, self.sessions = count, current_options().sessions
         self.turn = turn  # called before a rank continues
         self.rank = 0  # the rank that runs now
-        self.met = True  # in a collective, since the last launches
+        self.met = True  # the ranks met in a collective since the last launches
         self.stops: list[Any] = [None] * count  # Launch, Exchange or End
         self.answers: list[Any] = [None] * count
         self.over = False
@@ -125,7 +125,7 @@ class Meeting:
         finally:
             self.over = True
             for rank, thread in enumerate(threads):
-                if self.stops[rank] is not None:  # else it runs, and this thread was interrupted
+                if self.stops[rank] is not None:  # otherwise the rank runs, and this thread was interrupted
                     self.turns[rank].release()
                     thread.join()
 

@@ -65,7 +65,7 @@ class Machine:
         self.in_step = options.order == "eager" and not kernel.checking
         self.watch = DeadlockWatch(self)
         self.cta_exit_hooks: list = []  # called with a CTA whose warps have all exited
-        self.allocation_table: np.ndarray  # by kernel.launch_rows
+        self.allocation_table: np.ndarray  # a table by kernel.launch_rows
         self.launch_rows = [k and k.launch_rows(self, buffer) for k, buffer in zip(kernels, parameters)]
         self.run_code = kernel.interpreter()
         self.sms_per_gpu = max(options.sms, self.cluster_size)
@@ -115,11 +115,11 @@ class Machine:
             self.start_cluster(where)
 
     def room(self, gpu: int) -> bool:
-        """Whether the GPU has room for a cluster."""
+        """Returns whether the GPU has room for a cluster."""
         return sum(self.per_sm - sm.resident for sm in self.sms if sm.gpu == gpu) >= self.cluster_size
 
     def start_cluster(self, where: tuple[int, ...]) -> None:
-        """where: the cluster's position in the grid, followed by the GPU if there are several."""
+        """Starts a cluster. where: its position in the grid, followed by the GPU if there are several."""
         cx, cy, cz = self.cluster_shape
         gpu = where[3] if self.gpus > 1 else 0
         cluster: list[Cta] = []
@@ -138,7 +138,7 @@ class Machine:
                 self.make_ready(w)
 
     def try_cancel(self, gpu: int) -> tuple[int, int, int] | None:
-        """clusterlaunchcontrol.try_cancel: cancels a cluster that has not started and returns its first ctaid."""
+        """Handles clusterlaunchcontrol.try_cancel: cancels a cluster that has not started; returns its first ctaid."""
         where = None
         if self.gpus > 1:
             where = next((x for x in self.clusters if x[3] == gpu), None)

@@ -17,7 +17,7 @@ WRITES_FIRST = frozenset(
     "sqrt sub subc szext tanh xor".split()
 )
 MEMORY = frozenset(("ld", "shfl"))  # among these, those whose operands not only arithmetic uses
-NAMED_LATER = frozenset(("tcgen05", "wgmma", "call"))  # their operands are used later, or by another function
+NAMED_LATER = frozenset(("tcgen05", "wgmma", "call"))  # operands are used later, or by another function
 ENDS = frozenset(("bra", "brx", "ret", "exit", "trap", "call"))
 BANKS = dict.fromkeys("b16 u16 s16 f16 b32 u32 s32 f32 f16x2 bf16 bf16x2".split(), "R")
 BANKS |= dict.fromkeys("b64 u64 s64 f64".split(), "Q")
@@ -74,7 +74,7 @@ def shared_rows(function: Function) -> dict[str, tuple[str, int]]:
 
 
 def _plain_write(item: Instruction, name: str) -> bool:
-    """Whether every active lane writes the whole register before the instruction reads it."""
+    """Returns whether every active lane writes the whole register before the instruction reads it."""
     if item.opcode not in WRITES_FIRST or item.guard is not None:
         return False
     return not any(name in registers(x) for x in item.operands[1:])

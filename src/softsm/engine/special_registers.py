@@ -13,7 +13,7 @@ LANE_IDS = np.arange(32, dtype=np.uint32)
 
 
 def special_value(machine: Machine, cta: Cta, index: int, name: str):
-    """The value of a predefined register for one warp: a number or 32 of them."""
+    """Returns the value of a predefined register for one warp: a number or 32 of them."""
     base, _, axis = name.partition(".")
     k = "xyz".find(axis) if axis else 0
     bx, by, _ = machine.block

@@ -1,4 +1,4 @@
-"""When the results of tcgen05.ld and st are due, as far as the text tells.
+"""When the results of tcgen05.ld and st are due, as far as the program's text determines it.
 
 Where races are checked, such an access mostly completes as late as it can: a load at the first use of its registers or
 its wait, a store at its wait or with a load after it. If the warp does nothing but arithmetic until then, no one can
@@ -20,7 +20,7 @@ def mark(program: pg.Program) -> None:
 
 
 def distance(program: pg.Program, first: int) -> int:
-    """0 when something can come between."""
+    """Returns the number of records up to the wait, 0 if something can come in between."""
     code = program.code
     load = loaded = code[first, 0] == pg.OP_CHECKED_LD
     at = first
@@ -31,7 +31,7 @@ def distance(program: pg.Program, first: int) -> int:
         op, _, _, _, kind, target, guard, _ = code[at].tolist()
         if op >= pg.FIRST_MICRO:
             continue
-        if guard:  # it may be passed over
+        if guard:  # a guarded instruction may be skipped
             return 0
         if op == pg.OP_CHECKED_LD:
             loaded = True

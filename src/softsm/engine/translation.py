@@ -106,7 +106,7 @@ class Translation:
         self.records, self.steps, self.known, self.unread, self.loop = records, steps, known, unread, loop
         self.loose: dict[tuple[str, int], Vector] = {}  # results whose NaNs are not canonical yet
         self.rows: dict[tuple[str, int], Vector] = {}  # values of the group so far
-        self.masks: dict[int, Mask] = {}  # of predicates
+        self.masks: dict[int, Mask] = {}  # masks of predicates
         self.stale: dict[tuple[str, int], None] = {}  # registers to be written at the end
         self.places: dict[Load, PlainLoad] = {}
         width, registers = vector_registers()

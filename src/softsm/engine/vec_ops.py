@@ -90,7 +90,7 @@ def leading_zeros(x: Vector) -> Vector:
 
 def _float_to_int(b, x, source: Kind, target: Kind):
     """Converts toward zero, saturating, NaN -> 0."""
-    if _AARCH64:  # its conversions do exactly this; elsewhere LLVM would convert lane by lane
+    if _AARCH64:  # this CPU's conversions do exactly this; elsewhere LLVM would convert lane by lane
         name = f"llvm.fpto{'s' if target.signed else 'u'}i.sat.{_suffix(target.ir)}.{_suffix(x.type)}"
         return b.call(_declare(b, name, target.ir, [x.type]), [x])
     high = 2.0 ** (target.bits - 1) if target.signed else 2.0**target.bits

@@ -26,7 +26,7 @@ class Fragment:
         self.told_no = -1  # pc of a wait that timed out at once, in order 'random'
         self.parked = 0  # lanes that it waits for at an .aligned or .sync instruction
         self.steps = 0  # run while the warp was divergent; after TURN of them another fragment runs
-        self.ahead: tuple[int, int] | None = None  # it waits for a fragment in this range, which will come to its pc
+        self.ahead: tuple[int, int] | None = None  # set: waits for a fragment in this range, which will reach this pc
 
     def unblock(self) -> None:
         blocked = self.blocked
@@ -117,8 +117,8 @@ class Cta(Waitable):
         self.columns = np.zeros(2, np.int64)
         self.named_barriers: dict[int, object] = {}
         self.registers: Any = None  # the register pool of setmaxnreg, once it is used
-        self.cluster_barrier: Waitable | None = None  # in the first CTA of a cluster, once it is used
-        self.warpgroups: dict[int, Warpgroup] = {}  # those that have used wgmma, by number
+        self.cluster_barrier: Waitable | None = None  # set in the first CTA of a cluster, once the barrier is used
+        self.warpgroups: dict[int, Warpgroup] = {}  # warpgroups that have used wgmma, by number
         self.view: Any = None  # what an observer knows of it
         self.exit_hooks: list = []  # called with the warp when one has exited
         self.lane_hooks: list = []  # called with the warp when some of its lanes have exited

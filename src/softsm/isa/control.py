@@ -373,7 +373,7 @@ def setmaxnreg(asm, ins):
 
 
 def do_setmaxnreg(w, mask, o):
-    """A warp that asks for more waits until the others have released as many (PTX: per-CTA register pool)."""
+    """Executes setmaxnreg. A warp that needs more waits until the others have released as many (PTX: pool of a CTA)."""
     cta = w.cta
     if cta.registers is None:
         cta.registers = RegisterPool(cta, o.entry)

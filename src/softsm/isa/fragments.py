@@ -70,7 +70,7 @@ def accumulator(registers: np.ndarray, kind: str, rows: int = 16) -> np.ndarray:
 
 
 def accumulator_registers(matrix: np.ndarray, kind: str) -> np.ndarray:
-    """The inverse of `accumulator`."""
+    """Returns the inverse of `accumulator`."""
     n, rows = matrix.shape
     v = matrix.reshape(n // 8, 4, 2, rows // 8, 8)  # [column group, q, v%2, row half, g]
     registers = v.transpose(0, 3, 2, 4, 1).reshape(-1, 32)

@@ -47,7 +47,7 @@ class InstructionDescriptor(NamedTuple):
     a: str  # element formats
     b: str
     d: str  # 'f32', 'f16', 's32'
-    negate: bool  # of the product
+    negate: bool  # whether the product is negated
     a_k_major: bool
     b_k_major: bool
     saturate: bool
@@ -174,7 +174,7 @@ def encode(
     sparse: bool = False,
     selector: int = 0,
 ) -> int:
-    """The inverse of `decode`, for tests and explanations."""
+    """Returns the inverse of `decode`, for tests and explanations."""
     codes = {name: code for code, name in _TYPES[kind].items()}
     value = codes[a] << 7 | codes[b] << 10 | negate_a << 13 | negate_b << 14 | a_mn << 15 | b_mn << 16
     value |= n >> 3 << 17 | m >> 4 << 24 | sparse << 2 | selector

@@ -417,7 +417,7 @@ class Waiting:
 
 def _answers(w, mask, o) -> tuple[int, Mbarrier | None]:
     """Returns the lanes whose phase is over, and the barrier the others wait on (None when there are several)."""
-    one = mask if mask & (mask - 1) == 0 or _uniform(w, o) else 0  # then one lane decides for all
+    one = mask if mask & (mask - 1) == 0 or _uniform(w, o) else 0  # one lane then decides for all
     on = lanes(mask & -mask if one else mask)
     bits, waits = 0, set()
     known: dict[tuple[int, int], bool] = {}

@@ -180,7 +180,7 @@ def st(asm, ins):
 
 @lowers("discard")
 def discard(asm, ins):
-    """A weak write of values that nobody knows."""
+    """Executes discard: a weak write of undefined values."""
     if (
         {*ins.modifiers} not in ({"L2"}, {"global", "L2"})
         or len(ins.operands) != 2

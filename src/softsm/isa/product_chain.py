@@ -47,7 +47,7 @@ class Chain:
         self.following = -1
 
     def takes(self, p: Product, plan: Plan, ctas: list) -> bool:
-        """Whether the MMA continues the postponed sums."""
+        """Returns whether the MMA continues the postponed sums."""
         first, first_plan = self.parts[0]
         return (
             len(self.parts) < LONGEST
@@ -109,7 +109,7 @@ class Together:
         self.compiled = None  # with the race checker: MMAs that compiled code may issue (engine/mma_chains.py)
 
     def takes(self, w, thread: int, footprint, product: Product, plan: Plan | None, ctas: list) -> bool:
-        """Whether the next MMA may join them. Nothing has been issued since."""
+        """Returns whether the next MMA may join them. Nothing has been issued since."""
         if self.compiled is not None:
             self.compiled.flush()
         op, in_flight = self.op, w.in_flight
@@ -162,5 +162,5 @@ def mark(program: pg.Program, products: dict) -> None:
 
 
 def _writes_predicate(program: pg.Program, at: int, row: int) -> bool:
-    """Whether the micro-operation may write the predicate. Equal row numbers of other register files count too."""
+    """Returns whether the micro-operation may write the predicate, or the row of that number in another file."""
     return int(program.code[at, 1]) == row

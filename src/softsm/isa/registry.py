@@ -28,7 +28,7 @@ from functools import partial
 class Micro:
     name: str
     dst: str  # one kind letter
-    srcs: str  # up to four kind letters
+    srcs: str  # kinds of up to four operands, a letter each
     function: Callable
     masked: bool  # is the mask of active lanes another argument?
     hot: bool

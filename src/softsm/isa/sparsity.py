@@ -26,7 +26,7 @@ ONE_OF_TWO, TWO_OF_FOUR, PAIRS_OF_EIGHT = "tf32", "2:4", "4:8 in pairs"
 DIFFERENT = frozenset(i | j << 2 for i in range(4) for j in range(4) if i != j)
 ASCENDING = frozenset(i | j << 2 for i in range(4) for j in range(i + 1, 4))
 OF_TCGEN05 = ASCENDING | {0b0110}
-WORD_IS_A_ROW = ("e4m3", "e5m2", "s8", "u8", "s4", "u4")  # in registers; other types share a word between two rows
+WORD_IS_A_ROW = ("e4m3", "e5m2", "s8", "u8", "s4", "u4")  # a word per row in registers; otherwise two rows share it
 _SINGLE = frozenset({0b0100, 0b1110})
 _CHUNK = {ONE_OF_TWO: 2, TWO_OF_FOUR: 4, PAIRS_OF_EIGHT: 8}
 

@@ -208,12 +208,12 @@ class Work:
     product: Product
     tensor_reads: tuple[tuple[int, int, int], ...]  # columns, and lanes as a mask of groups of 16
     shared_reads: tuple[tuple[int, int, str], ...]  # addresses, and the operand's name
-    lanes: int  # of D
+    lanes: int  # lanes of D
     footprint: tensor_copy.Footprint
     plan: Plan | None
     columns: tuple[int, int]  # first and end column of its accesses to tensor memory
     shared: tuple[int, int]  # the same for shared memory
-    spans: tuple[np.ndarray, int] | None = None  # from `operand_spans`, with the race checker
+    spans: tuple[np.ndarray, int] | None = None  # result of `operand_spans`, with the race checker
     touched: tuple[np.ndarray, int] | None = None  # all accesses, for the checker's compiled code
     chain: int = 0  # see engine/mma_chains.py
     learned: bool = False

@@ -35,15 +35,15 @@ class Product(NamedTuple):
     shape: InstructionDescriptor
     ws: bool
     pair: bool
-    lane: int  # of D, and of A in tensor memory: 0, or 16 for the upper half of M = 64
-    column: int  # of D
+    lane: int  # lane of D, and of A in tensor memory: 0, or 16 for the upper half of M = 64
+    column: int  # column of D
     a: Descriptor | None
-    a_column: int  # of A in tensor memory, where `a` is None
+    a_column: int  # column of A in tensor memory, if `a` is None
     b: Descriptor
     add: bool
     scale_exponent: int = 0  # D * 2^-s
     skipped: tuple[int, ...] = ()  # disable-output-lane, 32 lanes in each
-    scale_columns: tuple[int, int] = (0, 0)  # of the scale factors of A and B
+    scale_columns: tuple[int, int] = (0, 0)  # columns of the scale factors of A and B
     blocks: int = 0  # scale factors in a row
     zero_mask: int = 0  # zero-column mask descriptor of .ws
     metadata: int = 0  # column of the metadata of a sparse A
@@ -190,11 +190,11 @@ class Plan(NamedTuple):
     a: tensor_core.Tile | None  # None: in tensor memory
     b: tensor_core.Tile
     lanes: LanePlan
-    quarters: np.ndarray  # of the lanes whose output is enabled: [CTAs * 4, 3]
+    quarters: np.ndarray  # quarters of the lanes whose output is enabled: [CTAs * 4, 3]
     keep: float
     whole: bool  # whether A uses all lanes
     adds: bool  # whether it adds to an unscaled D and reads no part of D as an operand
-    tiles: tuple[bytes, bytes] | None  # of A and B for `gather_tiles`, or None if it does not support A
+    tiles: tuple[bytes, bytes] | None  # tiles of A and B for `gather_tiles`, or None if it does not support A
     at: int  # address of `quarters`
 
 

@@ -14,8 +14,8 @@ from softsm.engine.vec_ops import _AARCH64, canonical, fma
 from softsm.engine.vec_rows import load_row, store_row
 from softsm.engine.vec_types import _FLOAT, _I32, _I64, Bits, F, Vector, _splat, building
 
-COLUMNS = 2  # of D at a time: their sums and one row of A fit into a CPU's 32 registers of 128 bits
-STEPS = 4  # of k in one iteration of the loop
+COLUMNS = 2  # columns of D at a time: their sums and one row of A fit into a CPU's 32 registers of 128 bits
+STEPS = 4  # steps of k in one iteration of the loop
 # cells, first row of D, plan, stride, a, b, k, keep
 MULTIPLY = ir.FunctionType(ir.VoidType(), [_I64] * 7 + [_FLOAT])
 

@@ -225,7 +225,7 @@ def do_early_use(w, mask, o):
 
 
 def do_settle(w, mask, o):
-    """The program uses a wgmma's registers before the wait. PTX does not define the result. ptxas completes the MMAs
+    """Handles a use of a wgmma's registers before the wait. PTX does not define the result. ptxas completes the MMAs
     first ("wgmma serialized"), which Triton's partial accumulation (`max_num_imprecise_acc`) relies on, and so does
     order 'eager'. In the other orders only a move gets the result."""
     state = w.in_flight.wgmma
@@ -236,7 +236,7 @@ def do_settle(w, mask, o):
         do_commit(w, mask, o)
     group = state.group
     batches = [b for n, b in group.batches.items() if n >= state.waited and uses(b.parts.get(w.index, ()), o.rows)]
-    for batch in batches:  # for the checkers this is not a wait
+    for batch in batches:  # the checkers do not count this as a wait
         if batch.ops is None:
             return Blocked(group, "the other warps of the warpgroup to commit the same wgmma group")
         for op in batch.results[w.index]:
@@ -351,7 +351,7 @@ def issue(w, batch: Batch, chain: list[tuple[Part, ...]], plan: Chain, earlier: 
     for i, part in enumerate(chain[0]):
 
         def deliver(i=i, part=part) -> None:
-            if part.warp.R is not None:  # else the warp has ended
+            if part.warp.R is not None:  # otherwise the warp has ended
                 write_registers(part, results[i], 16 * i)
 
         op = w.machine.issue(AsyncOp("wgmma result", part.warp, 0, line, deliver, (multiply,)))

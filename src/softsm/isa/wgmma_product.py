@@ -67,11 +67,11 @@ class Chain(NamedTuple):
     first: int
     end: int
     k: int
-    a: tuple[tensor_core.Tile | np.ndarray, ...]  # for each product its tile, or A's registers
+    a: tuple[tensor_core.Tile | np.ndarray, ...]  # A of each product: its tile, or registers
     b: tuple[tensor_core.Tile, ...]
-    low: int  # of shared memory
+    low: int  # first byte of shared memory
     high: int
-    spans: np.ndarray  # of all operands, for the checkers
+    spans: np.ndarray  # bytes of all operands, for the checkers
     spans_at: int  # the table's address
 
 

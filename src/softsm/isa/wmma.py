@@ -35,12 +35,12 @@ class Fragment(NamedTuple):
     across: bool  # g counts columns, not rows
     type: str
     width: int  # elements that lie beside each other
-    packed: int  # of them in one register
+    packed: int  # elements packed in one register
     registers: int
 
 
 def fragment(part: str, m: int, n: int, k: int, name: str) -> Fragment:
-    """part: a, b, c or d."""
+    """Returns the fragment. part: a, b, c or d."""
     left = "b" if m < n else "a"
     rows, columns = {"a": (m, k), "b": (n, k)}.get(part, (max(m, n), min(m, n)))
     packed = fragments.PER_REGISTER.get(name, 1)
@@ -98,7 +98,7 @@ class Mover:
         asm.emit("shr.b32", g, lane, asm.const(2, "u"))
         asm.emit("and.b32", q, lane, asm.const(3, "u"))
         asm.emit("mul.lo.u32", q, q, asm.const(held.width, "u"))
-        self.stride = asm.temp(self.kind)  # in bytes
+        self.stride = asm.temp(self.kind)  # stride in bytes
         asm.emit("mul.wide.u32" if wide else "mul.lo.u32", self.stride, stride, asm.const(self.size, "u"))
         if wide:
             narrow, (g, q) = (g, q), (asm.temp("q"), asm.temp("q"))
@@ -111,7 +111,7 @@ class Mover:
         asm.emit(self.mad, self.base, near, asm.const(self.size, self.kind), self.base)
 
     def at(self, i: int, j: int) -> tuple[int, int]:
-        """Row and offset of the address of an element of thread 0's."""
+        """Returns row and offset of the address of an element of thread 0."""
         near, far = (j, i) if self.beside else (i, j)
         row = self.base
         if far:

@@ -41,7 +41,7 @@ _XOR = {  # swizzle -> (shift right, mask, shift left), applied one after the ot
 
 
 def swizzled(address: np.ndarray, swizzle: Swizzle) -> np.ndarray:
-    """Where the byte meant for `address` really lies."""
+    """Returns where the byte meant for `address` really lies."""
     out = address
     for right, mask, left in _XOR[swizzle]:
         out = out ^ (((address >> right) & mask) << left)
@@ -107,7 +107,7 @@ def put_image(packed: np.ndarray, rows: int, m: TensorMap, shared: np.ndarray, o
 
 
 def get_image(rows: int, row_bytes: int, m: TensorMap, shared: np.ndarray, offset: int) -> np.ndarray:
-    """The inverse of put_image: packed rows as uint8[rows, row_bytes] of their own."""
+    """Returns the inverse of put_image: packed rows as uint8[rows, row_bytes] of their own."""
     shape = _image_shape(rows, row_bytes, m)
     dtype, forward, _, nbytes = _placement(*shape, m.swizzle, m.data_type, offset % 1024)
     source = shared[offset : offset + nbytes]
@@ -164,7 +164,7 @@ class Region:
         return self.total[0] - self.total[1]
 
     def bytes(self, view: View) -> np.ndarray:
-        """The elements inside, as an array that aliases global memory."""
+        """Returns the elements inside, as an array that aliases global memory."""
         return np.ndarray(self.shape, np.uint8, view(self.address, self.nbytes), 0, self.strides)
 
 
@@ -178,8 +178,8 @@ def _empty(shape: tuple[int, ...], m: TensorMap) -> np.ndarray:
 
 @lru_cache(maxsize=512)
 def _direct(shape: tuple[int, ...], strides: tuple[int, ...], swizzle: Swizzle, kind: DataType, phase: int):
-    """The 16-byte chunk of global memory, counted from the box's first byte, for each chunk of the image in order, if
-    the box is wholly inside the tensor. None where the image has gaps or finer units."""
+    """Returns the 16-byte chunk of global memory, counted from the box's first byte, for each chunk of the image in
+    order, if the box is wholly inside the tensor. None where the image has gaps or finer units."""
     rows = int(np.prod(shape[:-1], dtype=np.int64))
     dtype, _, inverse, nbytes = _placement(rows, shape[-1], swizzle, kind, phase)
     if dtype != np.complex128 or nbytes != rows * shape[-1]:
@@ -221,7 +221,7 @@ def load_tile(m: TensorMap, coords: Sequence[int], view: View, shared: np.ndarra
 
 
 def take_tile(m: TensorMap, shared: np.ndarray, offset: int) -> np.ndarray:
-    """The box a tiled store or reduction reads from shared memory, as packed bytes of its own."""
+    """Returns the box a tiled store or reduction reads from shared memory, as packed bytes of its own."""
     return get_image(m.rows, m.packed_shape[-1], m, shared, offset)
 
 
@@ -271,7 +271,7 @@ def load_rows(
 
 
 def take_rows(m: TensorMap, rows: int, shared: np.ndarray, offset: int) -> np.ndarray:
-    """The rows a scatter or im2col store reads from shared memory, uint8 [rows, row bytes] of its own."""
+    """Returns the rows a scatter or im2col store reads from shared memory, uint8 [rows, row bytes] of its own."""
     return get_image(rows, row_bytes(m), m, shared, offset)
 
 
@@ -306,7 +306,7 @@ def _place(m: TensorMap, at: Sequence[int]) -> int | None:
 
 
 def interleaved_rows(m: TensorMap, coords: Sequence[int]) -> list[int | None]:
-    """The slices of a tiled box, W fastest; the coordinate of C chooses one of each pixel."""
+    """Returns the slices of a tiled box, W fastest; the coordinate of C chooses one of each pixel."""
     ranges = [range(x, x + count * step, step) for x, count, step in zip(coords, m.counts, m.element_strides)]
     return [_place(m, at[::-1]) for at in itertools.product(*reversed(ranges))]
 
@@ -334,7 +334,9 @@ def _walk(m: TensorMap, coords: Sequence[int], shift: int = 0) -> Iterator[list[
 
 
 def im2col_rows(m: TensorMap, coords: Sequence[int], offsets: Sequence[int]) -> list[int | None]:
-    """The pixels an im2col load visits; `offsets` (W first) shift the pixel that is read without moving the walk."""
+    """Returns the pixels an im2col load visits; `offsets` (W first) shift the pixel that is read without moving the
+    walk.
+    """
     first, rows = 0 if m.interleave else 1, []
     for at in itertools.islice(_walk(m, coords), m.im2col.pixels):  # type: ignore[union-attr]
         for i, offset in enumerate(offsets):
@@ -344,8 +346,10 @@ def im2col_rows(m: TensorMap, coords: Sequence[int], offsets: Sequence[int]) -> 
 
 
 def im2col_wide_rows(m: TensorMap, coords: Sequence[int], halo: int, shift: int) -> list[int | None]:
-    """The pixels of im2col::w, then `halo` more: the walk goes on. im2col::w::128 has 128 pixels and a halo after every
-    32 of them; the rows of its halo follow all pixels: the first pixel after each 32, then the second, and so on."""
+    """Returns the pixels of im2col::w, then `halo` more: the walk goes on. im2col::w::128 has 128 pixels and a halo
+    after every 32 of them; the rows of its halo follow all pixels: the first pixel after each 32, then the second, and
+    so on.
+    """
     box = m.im2col
     assert box is not None
     pixels = 128 if box.wide is Wide.W128 else box.pixels

@@ -38,7 +38,7 @@ class GlobalMemory:
     def __init__(self) -> None:
         self.starts: list[int] = []
         self.allocations: list[Allocation] = []
-        self.copies: list[tuple[str, np.ndarray, np.ndarray]] = []  # of read-only arguments: name, array, its copy
+        self.copies: list[tuple[str, np.ndarray, np.ndarray]] = []  # copies of read-only arguments: name, array, copy
 
     def check_copies(self) -> None:
         """Raises ValueError if a launch has written to the copy of a read-only array."""

@@ -53,19 +53,19 @@ class Mbarrier(Waitable):
         if not 1 <= count <= MAX_COUNT:
             raise Fault("barrier-count", f"{name}: init with count {count}; 1..{MAX_COUNT} is accepted ({who})")
         self.name = name
-        self.array = ""  # which it belongs to in the program's source, once it has been looked up
+        self.array = ""  # the array it belongs to in the program's source, once looked up
         self.phase = 0
         self.shown, self.place = None, 0  # an array that holds 1 + the parity of the phase, and where
         self.expected = self.pending = self.next_expected = count
         self.tx = 0
         self.observer: BarrierObserver | None = None
         # for the race checker:
-        self.origin: Any = None  # who initialised it
-        self.home: Any = None  # its CTA
-        self.overwritten: Any = None  # who stored something else over it
-        self.skipped: Any = None  # that two phases have ended unseen: wrong when a warp waits again
+        self.origin: Any = None  # the instruction that initialised it
+        self.home: Any = None  # the CTA that owns it
+        self.overwritten: Any = None  # what stored something else over it
+        self.skipped: Any = None  # two phases ended unseen: an error if a warp waits again
         self.asked = 0  # bytes of copies that were started for it, less those that expect_tx announced
-        self.watched: Any = None  # its record of checks/clocks.py
+        self.watched: Any = None  # record of checks/clocks.py
         self.announced: BarrierEvent | None = None  # the last expect_tx
         self.history: deque[BarrierEvent] = deque(maxlen=_HISTORY)
         self._note("init", count, who)
@@ -102,7 +102,7 @@ class Mbarrier(Waitable):
     def check_arrivals(self, count: int, who: object = "") -> None:
         if not 1 <= count <= MAX_COUNT:
             raise Fault("barrier-count", f"{self.name}: arrive with count {count}; 1..{MAX_COUNT} is accepted ({who})")
-        if self.pending == 0:  # then bytes are missing: else the phase would be over
+        if self.pending == 0:  # bytes are missing; otherwise the phase would be over
             raise Fault(
                 "barrier-reuse",
                 f"{self.name}: {count} more arrival(s) in phase {self.phase}, which has all {self.expected} and still "

@@ -35,7 +35,7 @@ class Multicast:
         _live.add(self)
 
     def places(self, address: int) -> list[int]:
-        """Where an address of the range lies in each GPU."""
+        """Returns where an address of the range lies in each GPU."""
         return [start + address - self.multicast_ptr for start in self.starts]
 
 
@@ -64,7 +64,7 @@ def multicast(members: Sequence) -> Multicast:
 
 
 def find(address: int, size: int) -> Multicast | None:
-    """The object whose addresses these bytes are."""
+    """Returns the object whose addresses these bytes are."""
     for x in _live:
         if x.multicast_ptr <= address and address + size <= x.multicast_ptr + x.size:
             return x

@@ -83,7 +83,7 @@ def decode(raw: int, blackwell: bool) -> Descriptor:
 
 
 def encode(start: int, lbo: int, sbo: int, mode: int, *, blackwell: bool, base_offset: int = 0) -> int:
-    """The inverse of `decode`, for tests and for drawing layouts."""
+    """Returns the inverse of `decode`, for tests and for drawing layouts."""
     raw = (start & 0x3FFFF) >> 4 | (lbo >> 4 & 0x3FFF) << 16 | (sbo >> 4 & 0x3FFF) << 32
     return raw | (1 << 46 if blackwell else 0) | (base_offset & 7) << 49 | mode << 61
 
@@ -93,7 +93,7 @@ class Chunks(NamedTuple):
 
     at: np.ndarray  # int64 [rows, chunks]: K-major rows = mn; MN-major rows = k
     low: int  # bytes from the window to the first byte touched
-    high: int  # and past the last one
+    high: int  # one past the last byte
 
 
 @cache
@@ -148,8 +148,8 @@ def footprint(descriptor: Descriptor, k_major: bool, rows: int, count: int) -> t
 
 @lru_cache(maxsize=4096)
 def spans(descriptor: Descriptor, k_major: bool, rows: int, count: int, used: int = 16) -> np.ndarray:
-    """The bytes a tile really touches, as [low, high) pairs: int64 [n, 2]. used: bytes of a chunk before its padding
-    (formats.unpack_padded)."""
+    """Returns the bytes a tile really touches, as [low, high) pairs: int64 [n, 2]. used: bytes of a chunk before its
+    padding (formats.unpack_padded)."""
     starts = np.unique(addresses(descriptor, k_major, rows, count))
     if used < 16:
         return np.ascontiguousarray(np.stack([starts, starts + used], 1))
@@ -194,7 +194,7 @@ def locate(
 def read(
     shared: np.ndarray, floor: int, descriptor: Descriptor, k_major: bool, rows: int, count: int, what: str
 ) -> np.ndarray:
-    """The bytes of a tile, uint8 [rows, 16*count]; checks as `locate`."""
+    """Returns the bytes of a tile, uint8 [rows, 16*count]; checks as `locate`."""
     index, window = locate(shared, floor, descriptor, k_major, rows, count, what)
     lines = shared[window << 4 : shared.size & ~15].view(np.complex128)  # any 16-byte type: only bits are moved
     return lines.take(index).view(np.uint8)

@@ -94,7 +94,7 @@ class TensorMap:
     rows: int = field(init=False, repr=False, compare=False)
     reach: tuple[int, ...] = field(init=False, repr=False, compare=False)
     box_bytes: int = field(init=False, repr=False, compare=False)
-    tables: dict = field(init=False, repr=False, compare=False)  # of box_copy, by address of the image mod 1024
+    tables: dict = field(init=False, repr=False, compare=False)  # tables of box_copy, by address of the image mod 1024
 
     def __post_init__(self) -> None:
         # A tiled box moves ceil(box / traversal stride) elements per dimension; dimension 0 has no such stride, unless

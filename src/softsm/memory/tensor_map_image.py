@@ -18,7 +18,7 @@ import numpy as np
 from softsm.memory.tensor_map import PTX_ELEMTYPE, DataType, Fill, Im2col, Swizzle, TensorMap, Wide, check
 
 NBYTES = 128
-ALIGNMENT = 64  # of the image in memory
+ALIGNMENT = 64  # alignment of the image in memory
 _MAGIC = 0x4D54_5353  # "SSTM"
 _IMAGE = struct.Struct("<I8B4xQ5Q4Q5H5B3h3hHH")
 
@@ -109,7 +109,7 @@ def encode_im2col_wide(
 
 
 def _encode(tensor: tuple, box: tuple[int, ...], options: tuple, im2col: Im2col | None = None) -> bytes:
-    """The image of a map, its fields as the driver takes them, checked."""
+    """Returns the image of a map, its fields as the driver takes them, checked."""
     data_type, rank, global_address, global_dim, global_strides = tensor
     element_strides, interleave, swizzle, l2_promotion, oob_fill = options
     made = TensorMap(
@@ -175,7 +175,7 @@ def to_image(m: TensorMap) -> bytes:
 
 @lru_cache(maxsize=1024)
 def from_image(image: bytes) -> TensorMap:
-    """The map an image stands for, checked. ValueError if it is none or breaks a rule."""
+    """Returns the map an image stands for, checked. ValueError if it is none or breaks a rule."""
     magic, *f = _IMAGE.unpack_from(image)
     if magic != _MAGIC:
         made = from_hardware(image)

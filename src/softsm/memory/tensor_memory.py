@@ -21,7 +21,7 @@ LANES, COLUMNS, GRANULE = 128, 512, 32
 ALL_GROUPS = 0xFF  # all lanes, as a mask of groups of 16
 SIZES = (32, 64, 128, 256, 512)  # columns one allocation may have
 UNKNOWN, ACCUMULATOR, STORED_F32, STORED_PACKED = range(4)  # what a cell holds, as far as the program says so
-STORED = {"f32": STORED_F32, "packed": STORED_PACKED}  # by what the registers of a store were written as
+STORED = {"f32": STORED_F32, "packed": STORED_PACKED}  # by the type of the registers of a store
 POISON = 0xFFFFFFFF  # a NaN: what was not written must not pass for a result
 
 
@@ -172,7 +172,7 @@ def check_lanes(warp_index: int, lane: int, shape: str, what: str) -> None:
 
 REGISTERS = {"32x32b": 1, "16x64b": 1, "16x128b": 2, "16x256b": 4, "16x32bx2": 1}  # per repetition
 WIDTHS = {"32x32b": 1, "16x64b": 2, "16x128b": 4, "16x256b": 8, "16x32bx2": 1}  # columns per repetition
-ALIGNMENT = {"32x32b": 1, "16x64b": 2, "16x128b": 4, "16x256b": 4, "16x32bx2": 1}  # of the column
+ALIGNMENT = {"32x32b": 1, "16x64b": 2, "16x128b": 4, "16x256b": 4, "16x32bx2": 1}  # alignment of the column
 
 
 @cache
@@ -293,7 +293,7 @@ class Block(NamedTuple):
 
 @cache
 def accumulator_blocks(m: int, n: int, folded: bool) -> tuple[Block, ...]:
-    """How one CTA's part of D (m rows of this CTA: 32, 64 or 128) is spread over lanes and columns.
+    """Returns how one CTA's part of D (m rows of this CTA: 32, 64 or 128) is spread over lanes and columns.
 
     128 rows: lane = row (layouts D, A). 64 rows: 16 rows in each lane quarter (F; C with a sparse A in a pair); folded,
     with .ws (E) or a dense A in a pair (B): two column halves on top of each other. 32 rows, .ws (G): four column

@@ -30,7 +30,7 @@ class Exhibit:
     number: int
     title: str
     bugs: dict[str, tuple[str, ...]]  # name of each bug -> codes of which one must be found
-    make: Callable[[str], Program | Report]  # with one of the bugs, or '' for the corrected twin
+    make: Callable[[str], Program | Report]  # called with the name of a bug, or '' for the corrected twin
 
 
 EXHIBITS: dict[int, Exhibit] = {}

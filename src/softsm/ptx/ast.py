@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-_LISTS = re.compile(r"\{\s*([^\s,{}]+),(?:[^,{}]+,){5,}\s*([^\s,{}]+)\s*\}")  # of more than six
+_LISTS = re.compile(r"\{\s*([^\s,{}]+),(?:[^,{}]+,){5,}\s*([^\s,{}]+)\s*\}")  # lists of more than six registers
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +140,9 @@ class Variable:
 class Function:
     name: str
     entry: bool
-    params: list[Variable]  # in order; for .func also the return parameters below
+    params: list[Variable]  # parameters in order; for .func also the return parameters below
     returns: list[Variable]
-    registers: dict[str, str]  # those that occur: name -> type ('b32', 'f32', 'pred', 'b64', 'b16', 'b128', ...)
+    registers: dict[str, str]  # registers that occur: name -> type ('b32', 'f32', 'pred', 'b64', 'b16', 'b128', ...)
     variables: list[Variable]  # declared in the body (shared, local, param)
     body: list[Instruction | Label]
     branch_targets: dict[str, tuple[str, ...]]  # .branchtargets label -> target labels (for brx.idx)

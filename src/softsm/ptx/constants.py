@@ -11,7 +11,7 @@ from softsm.ptx.ast import Imm
 from softsm.ptx.lexer import NUMBER, Cursor, literal, negated
 
 WARP_SIZE = 32
-MAX_NESTING = 40  # of brackets and unary operators; keeps hostile text from exhausting Python's stack
+MAX_NESTING = 40  # levels of brackets and unary operators; keeps hostile text from exhausting Python's stack
 
 CAST = re.compile(r"\(\s*\.([su])64\s*\)")
 OPERATOR = re.compile(r"<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%<>&^|?]")

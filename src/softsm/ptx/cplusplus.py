@@ -12,7 +12,7 @@ LONGEST = 40  # characters of template arguments that are shown
 # Headers, and Triton's own functions, whose lines tell less than the place that uses them.
 LIBRARIES = re.compile(
     r"(^|/)(include|cccl|libcudacxx)/(cute|cutlass|cub|thrust|cuda|cccl)/|/__clang_cuda|/doors/cuda/include/|/crt/sm_"
-    r"|/include/(cooperative_groups|cuda_(awbarrier|pipeline|bf16|fp\d+)|curand|mma\.h)"  # of the toolkit
+    r"|/include/(cooperative_groups|cuda_(awbarrier|pipeline|bf16|fp\d+)|curand|mma\.h)"  # headers of the toolkit
     r"|/include/(device_(atomic_|double_)?functions|sm_\d\d_(atomic_functions|intrinsics))\.h"
     r"|/include/ops/(thread|group)/"  # ThunderKittens
     r"|/triton/(language|experimental/gluon/language)/"
@@ -39,7 +39,7 @@ def readable(name: str) -> str:
     for i, character in enumerate(whole):  # the name ends where its arguments begin
         depth += (character in "<") - (character in ">")
         if depth == 0 and character == " " and "(" not in whole[:i]:
-            start = i + 1  # after the result type
+            start = i + 1  # continue after the result type
         if depth == 0 and character == "(" and not whole.startswith("(anonymous", i):
             whole = whole[:i]
             break

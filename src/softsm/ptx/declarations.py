@@ -12,7 +12,7 @@ from softsm.ptx.lexer import Cursor, suggestion, unescape
 from softsm.ptx.names import MAX_RANGE, Scope
 
 DIRECTIVE = re.compile(r"\.([a-z_]\w*)", re.ASCII)
-COUNT = re.compile(r"\d{1,9}(?!\w)", re.ASCII)  # not an expression: the '>' after it would be an operator
+COUNT = re.compile(r"\d{1,9}(?!\w)", re.ASCII)  # no expression: the '>' after it would be an operator
 STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"')
 LINKAGE = ("extern", "visible", "weak", "common")
 SPACES = ("global", "const", "shared", "local", "param")

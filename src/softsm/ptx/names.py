@@ -45,7 +45,7 @@ class Scope:
         return name + self.suffix
 
     def declared(self, name: str) -> bool:
-        """Tells whether this scope declares the name. A range `a<2>` declares a0 and a1, not a."""
+        """Returns whether this scope declares the name. A range `a<2>` declares a0 and a1, not a."""
         digits = _RANGE.fullmatch(name)
         count = self.ranges.get(digits.group(1), (0, ""))[0] if digits else 0
         in_range = digits is not None and int(digits.group(2)) < count

@@ -47,7 +47,7 @@ class Diagnostic:
     message: str  # one sentence: what happened
     parties: tuple[Party, ...] = ()
     fix: str = ""
-    raised: bool = False  # it stopped the kernel, and the launch raised it as well
+    raised: bool = False  # the finding stopped the kernel, and the launch raised it as well
 
     def key(self) -> tuple:
         """Returns a key that is equal for duplicate findings: the same places in either order or, without places, the
@@ -57,8 +57,8 @@ class Diagnostic:
         return self.code, *sorted((p.source or f"{p.ptx_line} {p.instruction}", p.deed()) for p in self.parties)
 
     def apart(self) -> int:
-        """How far apart the parties are: 0 in one warp, 1 in one CTA, 2 in different CTAs, 3 on different GPUs. Which
-        warp of a CTA issued an asynchronous operation makes no difference."""
+        """Returns how far apart the parties are: 0 in one warp, 1 in one CTA, 2 in different CTAs, 3 on different GPUs.
+        Which warp of a CTA issued an asynchronous operation makes no difference."""
         found = [place.groups() for place in (_PLACE.search(p.who) for p in self.parties) if place]
         levels = 2 if any(" issued by " in p.who for p in self.parties) else 3
         return max((3 - k for k in range(levels) if len({place[2 - k] for place in found}) > 1), default=0)
@@ -80,7 +80,7 @@ class Report:
     launches: int = 0
     tap: Any = None  # softsm.checks.products.Tap, with checking(tap=True)
     warnings: list[Diagnostic] = field(default_factory=list)  # violations of the PTX specification, without effect yet
-    _seen: dict[tuple, tuple[Diagnostic, set]] = field(default_factory=dict)  # by key, with its places in the PTX
+    _seen: dict[tuple, tuple[Diagnostic, set]] = field(default_factory=dict)  # by key, with the places in the PTX
     additions: int = 0  # how often `add` was called
 
     def add(self, diagnostic: Diagnostic) -> None:

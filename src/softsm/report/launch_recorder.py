@@ -178,7 +178,7 @@ class LaunchRecorder(Observer):
         ins = call.instruction
         name = ins.name
         self.over = None
-        if fragment in clock.waiting:  # it retries
+        if fragment in clock.waiting:  # this is a retry
             clock.run_start = -1
         if not clock.role:
             clock.role = role_of(ins)
@@ -222,7 +222,7 @@ class LaunchRecorder(Observer):
         for f in [f for f in clock.waiting if f.blocked is None]:
             start, ins, on, text = clock.waiting[f]
             if ins.opcode == "mbarrier":
-                continue  # it retries, and only then the ended phase is known
+                continue  # this is a retry; only now is it known that the phase has ended
             del clock.waiting[f]
             end = max(start, self.cause_time(), self.arrivals.get(on, 0), clock.time)
             running = self.machine.current

@@ -221,5 +221,5 @@ def party(p, recorder: Recorder) -> dict:
 
 
 def _same(line: str, instruction: str) -> bool:
-    """Tells whether the instruction is on this line, or begins on it."""
+    """Returns whether the instruction is on this line, or begins on it."""
     return not instruction or instruction.split()[0].strip("@;{") in line

@@ -64,7 +64,7 @@ class Barrier:
     waited: int = 0  # cycles
     time: int = 0  # time of the latest arrival in this phase
     cause: int = -1  # slice of that arrival
-    ended: int = 0  # when the previous phase ended
+    ended: int = 0  # time when the previous phase ended
     ended_cause: int = -1
 
 
@@ -112,8 +112,8 @@ class Clock:
     deeds: set = field(default_factory=set)
     waiting: dict = field(default_factory=dict)  # fragment -> (start, instruction, what it waits on, in words)
     macs: int = 0
-    groups: list = field(default_factory=list)  # when its wgmma end
-    stores: list = field(default_factory=list)  # when its bulk stores end
+    groups: list = field(default_factory=list)  # times when the wgmma groups end
+    stores: list = field(default_factory=list)  # times when the bulk stores end
 
 
 class Recorder:

@@ -45,8 +45,8 @@ class Access:
     looks: int = 0
     ran: int = 0  # executions, sampled or not
     units: int = 0  # wavefronts of shared memory, or sectors of 32 bytes
-    lines: int = 0  # of 128 bytes
-    wavefronts: int = 0  # of loads of global memory that L1 holds, or lookups of their lines
+    lines: int = 0  # lines of 128 bytes
+    wavefronts: int = 0  # wavefronts of global loads that L1 holds, or lookups of their lines
     missed: int = 0  # sectors that the CTA had not requested before
     distant: int = 0  # ... that it had requested, but more than NEAR_BYTES before
     missing: int = 0  # looks with missed sectors, or that wait for a look with some; `again`: looks with distant ones
@@ -55,7 +55,7 @@ class Access:
     along: int = 0  # looks of a store that continue near the warp's last one
     jumps: int = 0  # looks of a load in another page of device memory than the warp's last one
     bytes: int = 0
-    space: str = "shared"  # or load, store, atomic
+    space: str = "shared"  # shared, load, store or atomic
     tensors: dict = field(default_factory=_counts)
 
     @property
@@ -339,8 +339,8 @@ def sectors_of(
 
 
 def joins(which: np.ndarray, turn: np.ndarray, sector: np.ndarray, missed: np.ndarray) -> np.ndarray:
-    """Tells whether some warp of the CTA fetches the same sector in the same iteration, so that all wait for it. which:
-    the CTA and the instruction, because another instruction may request the sector much later."""
+    """Returns whether some warp of the CTA fetches the same sector in the same iteration, so that all wait for it.
+    which: the CTA and the instruction, because another instruction may request the sector much later."""
     step = which * (turn.max() + 1) + turn
     at = sector - sector.min()
     same = np.unique(step * (at.max() + 1) + at, return_inverse=True)[1]
@@ -348,8 +348,8 @@ def joins(which: np.ndarray, turn: np.ndarray, sector: np.ndarray, missed: np.nd
 
 
 def comes_later(cta: np.ndarray, turn: np.ndarray, line: np.ndarray) -> np.ndarray:
-    """Tells whether a warp of the CTA has requested a part of `line`, 64 bytes that device memory delivers together, in
-    an earlier iteration."""
+    """Returns whether a warp of the CTA has requested a part of `line`, 64 bytes that device memory delivers
+    together, in an earlier iteration."""
     at = line - line.min()
     of = np.unique(cta * (at.max() + 1) + at, return_inverse=True)[1]
     earliest = np.full(of.max() + 1, turn.max())
@@ -428,7 +428,7 @@ def filled(loads: int, new_from: Callable[[int, int], np.ndarray], full: int, fi
         held = SECTOR * found.cumsum()
         if held[-1] > room:
             end = begin + int((held > room).argmax()) + 1
-        elif end < loads:  # it is not full yet
+        elif end < loads:  # the cache is not full yet
             many *= 4
             continue
         out[begin:end] = found[: end - begin]

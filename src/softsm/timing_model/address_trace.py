@@ -87,7 +87,7 @@ class Notes:
     def __init__(self, looks: np.ndarray):
         self.looks = looks
         self.left: list[np.ndarray] = []  # one array per warp
-        self.lefts: list[int] = []  # their addresses
+        self.lefts: list[int] = []  # addresses
         self.buffer = np.empty((ROOM, COLUMNS), np.int64)
         self.first = self.buffer.ctypes.data
         self.control = np.array([self.first, 0], np.int64)

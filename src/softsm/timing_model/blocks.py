@@ -101,7 +101,7 @@ class Known:
         program = kernel.program
         self.blocks = blocks_of(program, kernel.macro_at, kernel.module.source)
         self.instructions = Instructions(program)
-        self.roles: dict[int, str] = {}  # by record
+        self.roles: dict[int, str] = {}  # roles by record
         self.products = any(c.instruction.opcode in ("wgmma", "tcgen05") for c in program.macros)
         n = len(program.code)
         stop = program.code[:, 0] == pg.OP_BRA

@@ -92,7 +92,7 @@ def _text(file: str, p: Prediction) -> list[str]:
         return p.trace.source.splitlines()
     try:
         return [line.strip() for line in Path(file).read_text().splitlines()]
-    except (OSError, UnicodeDecodeError):  # it was compiled elsewhere, or from a string
+    except (OSError, UnicodeDecodeError):  # the source was compiled elsewhere, or from a string
         return []
 
 

@@ -19,7 +19,7 @@ from softsm.timing_model.sass import NONE, WARPGROUP_PRODUCTS, Code, Sass
 
 # Pipes of a scheduler. Opcodes are matched by their longest prefix.
 PIPES = ("control", "fma", "alu", "imad", "mufu", "half", "uniform", "memory", "convert", "hmma", "fp64", "pack")
-COMPUTES = ("fma", "imad", "alu", "pack", "mufu", "half", "convert")  # these compete with products for register ports
+COMPUTES = ("fma", "imad", "alu", "pack", "mufu", "half", "convert")  # they compete with products for register ports
 _TABLE = {
     "fma": "FFMA FADD FMUL FFMA2 FADD2 FMUL2",
     "imad": "IMAD IDP",
@@ -149,7 +149,7 @@ def _kind(ins: Sass) -> tuple[int, float, float, float]:
         return machine.PRODUCT_WAIT, 0, int(ins.text.split(",")[-1].strip(), 0), 0
     if op.startswith("LDS") and ins.guarded and ins.text == "RZ, [RZ]":
         return machine.PLAIN, 0, 0, 0  # never executed: ptxas puts three before cp.async
-    if op.startswith("SHFL"):  # through the crossbar of shared memory (benchmarks/microbench, crossbar)
+    if op.startswith("SHFL"):  # uses the crossbar of shared memory (benchmarks/microbench, crossbar)
         return machine.SHARED, 1, 0, 0
     if op.startswith(("LDS", "STS", "ATOMS")):
         return machine.SHARED, lane_bytes(op) / 4, float(op.startswith("LD")), 0
@@ -238,11 +238,11 @@ def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0, changing: list
     if executed is not None:
         for i, line, _ in fixed.accesses:
             came[line] += int(executed[i])
-    loads: dict[int, list[int]] = {}  # by PTX line
+    loads: dict[int, list[int]] = {}  # loads by PTX line
     for i, line, width in fixed.accesses:
         found = access.get(line)
         if found is None or not found.looks:
-            if code.instructions[i].guarded or ints[i, r.KIND] == r.READ:  # its predicate was never true
+            if code.instructions[i].guarded or ints[i, r.KIND] == r.READ:  # the predicate was never true
                 ints[i, r.KIND] = r.PLAIN
                 values[i, r.LATENCY] = gpu["latency.alu"]
             continue

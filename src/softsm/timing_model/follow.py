@@ -185,8 +185,10 @@ def branch_on_value(source: str, ran: Iterable[int], computed: bool = False) -> 
 
 @functools.lru_cache(64)
 def branch_on_place(source: str, axis: int) -> bool:
-    """Tells whether a branch depends on a CTA's number in another way than by growing or falling along one axis of the
-    grid, as with tiles of causal attention in a grid of one dimension. CTAs along that axis do not tell of all then."""
+    """Returns whether a branch depends on a CTA's number in another way than by growing or falling along one axis
+    of the grid, as with tiles of causal attention in a grid of one dimension. CTAs along that axis do not tell of
+    all then.
+    """
     statements = statements_of(source)
     along = {"xyz"[axis]}
     first: set[str] = set()  # registers that hold the number or a multiple

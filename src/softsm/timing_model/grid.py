@@ -10,7 +10,7 @@ from softsm.timing_model.trace import LaunchTrace
 
 MANY = 2000  # waves
 ROUNDS = 50  # waves after which the multiprocessors have had nearly equal work
-LONGEST = 0.98  # of the longest cluster's instructions: as long
+LONGEST = 0.98  # clusters with at least this share of the longest one's instructions count as equally long
 QUEUE = 3, 6  # consecutive CTAs per slot in the replay: minimum, maximum
 GOLDEN = 0.6180339887498949  # the fractional parts of its multiples are evenly spread
 

@@ -116,8 +116,8 @@ B_PENDING, B_EXPECTED, B_BYTES, B_PHASES, B_CAUSE, B_CAUSES = range(6)
 B_COLUMNS, B_TIMES = 21, 17
 LOG_ROWS, N_BARRIERS, N_ENDING, N_INSTANCES, N_WARPS, N_GROUPS, LOG_ROOM, LATER_ROWS = range(8)  # places in State.sizes
 LOG_COLUMNS = 6
-PIPES, ISSUE_SLOT = 17, 16  # of a scheduler; the last is the issue slot
-ENGINES = 11  # of a multiprocessor
+PIPES, ISSUE_SLOT = 17, 16  # pipes of a scheduler; the last is the issue slot
+ENGINES = 11  # engines of a multiprocessor
 NEAR, FAR = 96, 480  # instructions that the measured jumps skipped
 RING = 64  # products of a warpgroup
 # Columns of the machine instructions (costs.py): whole numbers, and others.
@@ -139,7 +139,7 @@ FIRST = LATENCY  # for loads: the first of the instructions that ptxas made from
     MMA_LAST,
     LAST_LOAD,
 ) = range(11)
-ANY = -2  # in State.i_next: whichever instance has not begun
+ANY = -2  # State.i_next: whichever instance has not begun
 # Tags of warps that wait for something whose time is unknown.
 ON_BARRIER, ON_PRODUCTS, ON_CLUSTER, ON_NAMED = 1_000_000_000, 2_000_000_000, 3_000_000_000, 4_000_000_000
 
@@ -149,7 +149,7 @@ class State(NamedTuple):
 
     ints: np.ndarray  # machine instructions, eight columns each, as above
     values: np.ndarray
-    fetched: np.ndarray  # when their code is cached, or -1
+    fetched: np.ndarray  # time when their code was cached, or -1
     issued: np.ndarray
     asked: np.ndarray  # by load (FIRST) and warp: if below the share of such loads that fetch, the next one fetches
     later: np.ndarray  # ... and the sum of LATER of those that fetched: where it reaches 1, the next line is on its way
@@ -174,7 +174,7 @@ class State(NamedTuple):
     w_tag: np.ndarray
     w_count: np.ndarray  # products, their groups, groups of cp.async, of bulk copies, arrivals at the cluster's barrier
     w_last: np.ndarray  # cp.async, bulk written, bulk read, at a named barrier since, loads there
-    board: np.ndarray  # when each of 8 scoreboards is released
+    board: np.ndarray  # times when each of 8 scoreboards is released
     w_groups: np.ndarray  # 32 of products, as numbers
     w_ends: np.ndarray  # 32 of cp.async, 16 of bulk written, 16 of bulk read
     i_first: np.ndarray  # instances: warps, the one that follows (-1: none, or ANY), warps left

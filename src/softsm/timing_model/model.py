@@ -407,7 +407,7 @@ class Model:
         return self._prediction(run, cycles, f, resident, total / slots)
 
     def _alike(self) -> bool:
-        """Tells whether one trace represents the grid: all do as much work, except perhaps the last, at the edge."""
+        """Returns whether one trace represents the grid: all do as much work, except perhaps the last, at the edge."""
         kinds = set(self.kinds if len(self.kinds) < 3 or self.trace.lengths is not None else self.kinds[:-1])
         sizes = [sum(len(x.instructions) for x in self.streams[n].paths) for n in kinds]
         return max(sizes) <= 1.02 * min(sizes)

@@ -35,9 +35,9 @@ class Prediction:
     trace: LaunchTrace | None = None
     sources: list[Source] = field(default_factory=list)
     kept: float | None = None  # share of rows read twice that still hit a cache; None: no row is read twice
-    body_us: float = 0.0  # without the launch
-    lets_in_us: float | None = None  # when it allows a dependent grid to begin
-    waits_us: float | None = None  # when a grid that was launched early waits for the grid before it
+    body_us: float = 0.0  # time without the launch
+    lets_in_us: float | None = None  # time at which a dependent grid may begin
+    waits_us: float | None = None  # time at which a grid that was launched early waits for the grid before it
     incomplete: bool = False  # the CTAs' paths depend on what an earlier launch wrote in part, being timed
 
     def behind(self, before: Prediction) -> float:
@@ -73,7 +73,7 @@ class Run:
     s_ev: np.ndarray
     events: np.ndarray
     w_event: np.ndarray
-    fetched: np.ndarray  # when the first warp had the code of each instruction, or -1
+    fetched: np.ndarray  # time at which the first warp had the code of each instruction, or -1
 
     def event(self, warp: int, pos: int) -> np.ndarray | None:
         """Returns the first event at a position of the warp's stream."""

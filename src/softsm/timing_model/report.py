@@ -27,7 +27,7 @@ NEEDS = {
 
 @dataclass
 class Stall:
-    cycles: float  # of a warp that runs the line
+    cycles: float  # cycles of a warp that runs the line
     total: float  # cycles of the replay
     reason: str
     role: str

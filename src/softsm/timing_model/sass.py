@@ -36,7 +36,7 @@ class Sass:
     index: int
     opcode: str
     text: str
-    line: int  # of the PTX; 0 if unknown
+    line: int  # line of the PTX; 0 if unknown
     guarded: bool
     stall: int = 1  # cycles until the warp may issue the next one
     sets: int = NONE  # the scoreboard that is set until the result is ready
@@ -52,7 +52,7 @@ class Code:
     registers: int
     spills: int  # bytes stored
     labels: dict[str, int] = field(default_factory=dict)
-    costs: dict = field(default_factory=dict)  # by the name of a GPU: costs.py
+    costs: dict = field(default_factory=dict)  # by name of a GPU: costs.py
     lowering: Any = None  # lower.py
 
     @functools.cached_property

@@ -22,7 +22,7 @@ from softsm.timing_model.sass import alone
 
 COST = 16_000_000  # instructions in all: two seconds
 MACRO, CTA = 400, 1500  # cost, in instructions, of one that Python executes, and of starting a CTA
-SPLIT = 70  # of a turn of a warp whose threads took both sides of a branch: Python chooses and joins them
+SPLIT = 70  # per turn of a warp whose threads took both sides of a branch: Python chooses and joins them
 NOTHING = 8  # records that do nothing take the time of one that does (path_slice.py)
 FEW = 8  # fewer clusters of a larger grid do not represent the others
 MOST = 1 << 22  # clusters whose lengths are kept
@@ -49,7 +49,7 @@ def axis_of(shape: list[int]) -> int:
 
 
 def first_samples(shape: list[int], total: int, sms: int, most: int) -> list[int]:
-    """The clusters to run: both ends of the grid's first dimension and one between them, not in the middle,
+    """Returns the clusters to run: both ends of the grid's first dimension and one between them, not in the middle,
     where another image may begin. If all start together, the longest counts; with masks it is at an end."""
     axis = axis_of(shape)
     ends = 0, shape[axis] - 1
@@ -108,7 +108,7 @@ class Scouts:
         self.cost += MACRO
 
     def ended(self) -> bool:
-        """Tells whether the CTA that ended was the last of all."""
+        """Returns whether the CTA that ended was the last of all."""
         self.live -= 1
         if self.begun == 1 and not self.live and self.path is None and self.cost * len(self.order) > COST:
             # Too many to run whole. A grid that runs whole also leaves what later launches read.
@@ -124,7 +124,7 @@ class Scouts:
         return not self.live and not more
 
     def ran_whole(self) -> bool:
-        """Tells whether all clusters wrote what they write."""
+        """Returns whether all clusters wrote what they write."""
         return self.path is None and self.begun == len(self.order)
 
     def lengths(self) -> np.ndarray | None:
@@ -138,8 +138,8 @@ class Scouts:
         return steps[nearest]
 
     def along_axis(self, shape: list[int], samples: list[int]) -> bool:
-        """Tells whether the lengths depend on the place along the axis of the traced CTAs alone, and lie between those
-        of the samples, as under a causal mask; in a window of keys they stop growing."""
+        """Returns whether the lengths depend on the place along the axis of the traced CTAs alone, and lie between
+        those of the samples, as under a causal mask; in a window of keys they stop growing."""
         axis, before = axis_of(shape), math.prod(shape[: axis_of(shape)])
         at: dict[int, set[int]] = {}
         for n, steps in self.steps.items():

@@ -32,15 +32,15 @@ class Source:
     size: int
     asked: float = 0.0  # bytes, whole grid
     again: float = 0.0  # ... of them, those that a CTA had requested before
-    lines: float = 0.0  # of 128 bytes that contain the requested bytes, whole or not
-    blocks: float = 0.0  # of 64 bytes, if the reads are scattered words
+    lines: float = 0.0  # lines of 128 bytes that contain the requested bytes, whole or not
+    blocks: float = 0.0  # blocks of 64 bytes, if the reads are scattered words
     written: float = 0.0
     atomic: float = 0.0  # bytes of sectors that atomic operations change
     device: float = 0.0  # share of `asked` that device memory delivers
     random: bool = False
-    boxes: bool = False  # read by TMA
+    boxes: bool = False  # whether TMA reads it
     copied: bool = False  # ... or by cp.async, tile by tile
-    parts: int = 1  # that CTAs read one after another and never again: heads, matrices of a batch, tables of a level
+    parts: int = 1  # parts that CTAs read in turn and never again: heads, matrices of a batch, tables of a level
     rows: float = 0.0  # bytes that a CTA writes per iteration, if each CTA moves along its own rows
     few: bool = False  # a cluster requests few lines, perhaps the same one for all lanes
 

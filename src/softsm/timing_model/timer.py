@@ -60,7 +60,9 @@ class Timer(Session):
                 self.written[s.name.split(" [")[0]] = s.written
 
     def _reads_partly(self, trace: LaunchTrace) -> bool:
-        """Tells whether what decides the CTAs' paths was written by an earlier launch, of which only some CTAs ran."""
+        """Returns whether what decides the CTAs' paths was written by an earlier launch, of which only some CTAs
+        ran.
+        """
         decides = branch_on_value(trace.source, trace.lines()) if self.partly and trace.starts else None
         access = trace.access.get(decides[0]) if decides is not None else None
         return access is not None and any(_tensor(trace, n) in self.partly for n in access.tensors)

@@ -47,7 +47,7 @@ from softsm.timing_model.machine import (
     WAIT,
 )
 
-ATOMIC_BYTES = {"f16": 2, "bf16": 2, "b16": 2, "b128": 16}  # else 4
+ATOMIC_BYTES = {"f16": 2, "bf16": 2, "b16": 2, "b128": 16}  # 4 for other types
 MANY = 24  # jumps above which arrays are faster than a loop
 PRODUCTS = ("wgmma", "wgmma result", "tcgen05.mma")  # values not computed, because time does not depend on them
 
@@ -87,7 +87,7 @@ class LaunchTrace:
 
     name: str
     source: str  # PTX
-    columns: int  # of tensor memory
+    columns: int  # columns of tensor memory
     arch: str
     grid: tuple
     block: tuple
@@ -135,7 +135,7 @@ class Tracer(Observer):
         """sms: of the GPU. most: clusters of a large grid that run. values: whether products are computed."""
         self.machine, self.kernel = machine, machine.kernel
         self.sms, self.most, self.values, self.traced = sms, most, values, traced
-        self.arrivals: list[tuple[str, Mbarrier, int, AsyncOp | None]] = []  # of the current instruction
+        self.arrivals: list[tuple[str, Mbarrier, int, AsyncOp | None]] = []  # arrivals of the current instruction
         self.ops: list[AsyncOp] = []
         self.inits: list[Mbarrier] = []
         self.over: Mbarrier | None = None  # the mbarrier whose phase a wait found complete
@@ -147,7 +147,7 @@ class Tracer(Observer):
         self.packed: dict[int, Access] = {}  # atomic operations by PTX line
         self.home: dict = {}  # CTA -> ClusterTrace
         self.by_warp: dict = {}
-        self.known: dict[Mbarrier, int] = {}  # their numbers in the cluster
+        self.known: dict[Mbarrier, int] = {}  # numbers of mbarriers in the cluster
         self.shape = [-(-g // c) for g, c in zip(machine.grid, machine.cluster_shape)]
         self.total = machine.left
         self.samples = scout.first_samples(self.shape, self.total, sms, most) if self.total else []
@@ -224,7 +224,7 @@ class Tracer(Observer):
             if not scout.on_data(
                 sass.alone(self.kernel.module.source, self.kernel.name), self.values
             ) and self.scouts.along_axis(self.shape, self.samples):
-                self.lengths = None  # those that are traced anyway tell of all
+                self.lengths = None  # the clusters traced anyway stand for all
             if self.lengths is not None:
                 self.samples = self.scouts.chosen(self.lengths, self.most)
             self.scouts = None
@@ -277,7 +277,7 @@ class Tracer(Observer):
                 at = to
         blocks += range(block_from[at], block_from[at + steps])
         if not fresh and len(blocks) > before and self.blocks.starts[blocks[before]] == begin:
-            del blocks[before]  # it was added when the record was first tried
+            del blocks[before]  # the block was added when the record was first tried
         mine.marks += [len(mine.events)] * (len(blocks) - before)
 
     def _tensor(self, address: int) -> int:
@@ -363,7 +363,7 @@ class Tracer(Observer):
                     add((line, CP_ARRIVE, self.known[barrier], amount, 0))
         elif ins.opcode in ("bar", "barrier") and not name.startswith("barrier.cluster"):
             self._bar(warp, add, line, name, o, lanes)
-        elif ins.opcode in ("atom", "red") and hasattr(o, "sources"):  # otherwise it only orders another one
+        elif ins.opcode in ("atom", "red") and hasattr(o, "sources"):  # otherwise the atomic only orders another one
             self._packed_atomic(warp, trace, ins, o, lanes)
         elif name.startswith("barrier.cluster.arrive"):
             add((line, CLUSTER_ARRIVE, 0, 0, 0))

@@ -34,7 +34,7 @@ def occupancy(trace: LaunchTrace, code: Code) -> int:
     limits = [
         SM_CTAS,
         SM_THREADS // trace.threads,
-        SM_SHARED // trace.shared,  # with what the system takes of each
+        SM_SHARED // trace.shared,  # divided by what the CTA needs, with what the system reserves for each
         SM_REGISTERS // (per_warp * warps),
     ]
     columns = trace.columns

@@ -18,7 +18,7 @@ class Tensors(NamedTuple):
     out_ptr: Value
     lse_ptr: Value
     sink_ptr: Value
-    part_ptr: Value  # of a split: its normalised rows and their LSE in base 2, in fp32 or fp16 (combine.py)
+    part_ptr: Value  # partial results of a split: normalised rows and their LSE in base 2, in fp32 or fp16 (combine.py)
     part_lse_ptr: Value
     cu_q_ptr: Value  # varlen
     cu_k_ptr: Value
@@ -31,7 +31,7 @@ class Tensors(NamedTuple):
 class Sizes(NamedTuple):
     total_q: Value  # query tokens in all
     total_k: Value  # key rows in all, or pages
-    tokens: Value  # of the longest sequence; 0 if sequences differ (varlen)
+    tokens: Value  # tokens of the longest sequence; 0 if sequences differ (varlen)
     keys: Value
     kv_heads: Value
     group: Divisor  # query heads of a KV head
@@ -54,7 +54,7 @@ class Strides(NamedTuple):
     lse_batch: Value
     lse_token: Value
     lse_head: Value
-    k_page: Value  # or sequence
+    k_page: Value  # stride of a page, or of a sequence
     k_row: Value
     k_head: Value
     v_page: Value
@@ -67,11 +67,11 @@ class Options(NamedTuple):
 
     scale: ScoreScale  # positive
     sign: Value  # the factor of Q: 1, -1 or 0
-    left: Value  # of the window
+    left: Value  # left side of the window
     right: Value
     want_lse: Value
     k_is_v: Value
-    kv_scales: KvScales | None  # of e4m3
+    kv_scales: KvScales | None  # scales of e4m3 keys and values
 
 
 @aggregate

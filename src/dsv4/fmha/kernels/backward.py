@@ -73,17 +73,17 @@ class Packed:
     q: Slot  # [B, H, R, D], H = query heads / pack, R = tokens times pack; or [B, H, T, pack, D]
     k: Slot  # [B, Hkv, S, D]
     v: Slot
-    dout: Slot  # as q
+    dout: Slot  # shape as q
     lse2: Slot  # fp32 [B, H, R]: see backward_rows.py
     delta: Slot
     ds_scale: Slot  # fp32 [1], for fp16
-    dq: Slot | None  # as q
-    dk: Slot | None  # as k
+    dq: Slot | None  # shape as q
+    dk: Slot | None  # shape as k
     dv: Slot | None
     sequences: Sequences | None
     adding: Adding | None = None
     ticket: Slot | None = None  # int32 [1], 0: of kernels that loop over work tiles
-    sums: Slot | None = None  # if added: fp32, zeroed, flat: whole tiles of 128 rows of dQ, then of dK and dV if shared
+    sums: Slot | None = None  # fp32, zeroed, flat, if added: tiles of 128 rows of dQ, then of dK and dV if shared
 
     batch = property(lambda self: self.q.shape[0])
     heads = property(lambda self: self.q.shape[1])
@@ -111,7 +111,7 @@ class Packed:
         )
 
 
-Kernels = Callable[[Program, Packed], None]  # those of an architecture
+Kernels = Callable[[Program, Packed], None]  # an architecture's kernels
 # of a problem, its keys and sequences; None: results are not added
 FindAdding = Callable[[FmhaProblem, int, Sequences | None], Adding | None]
 # of a problem: whether the query heads of a KV head are not packed
@@ -253,7 +253,7 @@ class Rounding(NamedTuple):
 
     gradient: Slot  # [B, H, T, pack, D]
     sums: Slot
-    tiles: int  # of 128 rows
+    tiles: int  # tiles of 128 rows
     parts: int = 1
     scale: float = 1.0
     cu: Slot | None = None  # starts of the sequences of a varlen batch
@@ -317,7 +317,7 @@ def _rows(
     plain = lse2 if b.dsink is None else program.workspace("plain", shape, torch.float32)  # not written if None
     lse, dlse, sink = p.lse, b.dlse, p.sink
     assert lse is not None
-    tokens = max(1024 // p.head_dim, 8)  # of a program: fewer are slower, and so are more
+    tokens = max(1024 // p.head_dim, 8)  # tokens of a program: with fewer or more it is slower
     sink, dlse = (lse if x is None else x for x in (sink, dlse))  # not read if None
     arguments = dict(
         tensors=RowTensors(

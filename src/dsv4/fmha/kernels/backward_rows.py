@@ -24,7 +24,7 @@ FARTHEST = gl.constexpr(60.0)
 
 @gluon.constexpr_function
 def row_layout(d):
-    """Layout of [rows, d] of 16-bit numbers, with 16 bytes per thread and four warps."""
+    """Return the layout of [rows, d] of 16-bit numbers, with 16 bytes per thread and four warps."""
     lanes = min(d // 8, 32)
     return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
 

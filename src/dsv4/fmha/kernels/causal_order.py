@@ -15,7 +15,7 @@ from dsv4.fmha.problem import FmhaProblem
 from dsv4.kernels.compat import Value, gl, gluon
 from dsv4.kernels.division import Divisor, divide, divisor
 
-OVERHEAD = 0.8  # of a row tile, in tiles of keys
+OVERHEAD = 0.8  # extra cost of a row tile, in tiles of keys
 EVEN_ENOUGH = 0.985  # average share over the longest
 MANY = 48  # row tiles of a CTA, from which on any order is even
 CACHED = 24 << 20  # bytes of K and V that the heads of a block may have together: they share the L2 cache
@@ -24,12 +24,12 @@ CACHED = 24 << 20  # bytes of K and V that the heads of a block may have togethe
 class TileOrder(NamedTuple):
     """The order in the form that the kernel reads."""
 
-    row_tiles: Value  # of a (sequence, KV head)
+    row_tiles: Value  # row tiles of a (sequence, KV head)
     num_tiles: Value
     last_block: Value
     block: Divisor  # row tiles of a block
     together: Divisor  # (sequence, KV head) of a block
-    rest: Divisor  # of the last one
+    rest: Divisor  # (sequence, KV head) of the last block
     kv_heads: Divisor
 
 

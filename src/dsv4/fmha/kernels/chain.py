@@ -28,7 +28,7 @@ from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program, Slot
 
 SLAB_BYTES = 1 << 30  # bytes of P and dS together
-LEAST_TOKENS = 100  # of a query head, from which on it is not packed with others
+LEAST_TOKENS = 100  # tokens of a query head, from which on it is not packed with others
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Chain:
         }
         for name in ("dk", "dv"):
             if self.slab_tiles is not None and x.p.left >= 0 and name in made:
-                program.fill(made[name], 0)  # for keys that no query sees
+                program.fill(made[name], 0)  # gradients of keys that no query sees
         for slab in slabs:
             p, ds = (buffers[n, : slab.size[0], : slab.size[1], : min(keys, x.keys)] for n in (0, 1))
             self._scores(slab, p, ds)

@@ -29,7 +29,7 @@ from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Null, Program, Slot
 
 CONVERTED_FROM = 128  # rows
-MERGED_ROWS = 4  # whose fp16 partial results a CTA merges, where splits are few
+MERGED_ROWS = 4  # rows whose fp16 partial results one CTA merges, if there are few splits
 MAX_GRID = 65535  # blocks in the second and third dimension of a grid
 FP16_PARTIALS_FROM = 3 << 20  # values of partial results; fp16 ones are 2 us slower with 2 M, faster with 4 M (H200)
 

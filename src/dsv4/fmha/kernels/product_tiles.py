@@ -77,7 +77,7 @@ class ProductTile:
     pair: Value  # pair of the slab
     own: Value  # first key, or first row of the slab
     column: Value
-    begin: Value  # it multiplies rows, or keys, [begin, end)
+    begin: Value  # the tile multiplies rows, or keys, [begin, end)
     end: Value
     wanted: Value
     heads: Value  # pairs whose products it adds, from `pair` on

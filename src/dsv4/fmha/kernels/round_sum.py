@@ -38,8 +38,8 @@ class Summed(NamedTuple):
     any_alignment = ("cu_ptr",)
 
     parts_ptr: Value
-    parts: Value  # that are added up
-    blocks: Value  # of a part; 0: not wanted
+    parts: Value  # parts that are added up
+    blocks: Value  # blocks of a part; 0: not wanted
     tokens: Value
     group: Value  # members of a pack
     heads: Value
@@ -78,7 +78,7 @@ def _round_block(x, number, scale, sequences, D: gl.constexpr, VARLEN: gl.conste
     tiles = (end + 127) // 128
     if VARLEN:
         tiles = end // 128 + sequences
-    tile = number // (D // 32)  # of 128 rows
+    tile = number // (D // 32)  # number of the tile of 128 rows
     block = number % (D // 32)
     pair = tile // tiles
     tile -= pair * tiles

@@ -19,7 +19,7 @@ from dsv4.runtime.program import Null
 
 
 class ScoreScale(NamedTuple):
-    factor: Value  # in base 2
+    factor: Value  # scale in base 2
     softcap: Value  # None, or the factor of q . k before tanh
 
 

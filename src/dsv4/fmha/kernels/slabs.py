@@ -38,7 +38,7 @@ class SlabSequences(NamedTuple):
     count: Value
     first: Value  # first row tile of the slab
     end: Value
-    row_tiles: Value  # of 128 rows, that P and dS have
+    row_tiles: Value  # row tiles, of 128 rows, of P and dS
     key_tiles: Value
 
 
@@ -56,9 +56,9 @@ class Part:
     batch: Value
     head: Value
     kv_head: Value
-    first_row: Value  # of Q and dO, packed
+    first_row: Value  # first packed row of Q and dO
     first_key: Value
-    slab_row: Value  # of P and dS
+    slab_row: Value  # first row of P and dS in the slab
 
 
 @gluon.jit

@@ -16,7 +16,7 @@ DENSE, ROWS, PAGES, CP_ASYNC = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 class Pages:
     """The pages of a sequence."""
 
-    table_ptr: Value  # its row of the block table
+    table_ptr: Value  # row of the block table
     page_size: Value
     count: Value  # pages there are in all
 

@@ -12,7 +12,7 @@ class Owners(NamedTuple):
     count_ptr: Any  # per query: rows, or with a ratio the position of its token
     table_ptr: Any  # the block table
     table_line: Any
-    requests: Any  # or sequences
+    requests: Any  # requests or sequences
     tokens: Any  # queries of a sequence
     capacity: Any  # most rows that a query sees
     ratio: Any  # tokens per row; 0: counts are rows
@@ -120,7 +120,7 @@ class Chosen(NamedTuple):
     first: Any
     kept_ptr: Any
     kept_size: Any
-    numbers_ptr: Any  # of what is kept; index_choose: of groups, before
+    numbers_ptr: Any  # numbers of what is kept; in index_choose: numbers of groups, before
 
 
 class ScoreSource(NamedTuple):

@@ -12,7 +12,7 @@ from dsv4.kernels.compat import gl, gluon
 
 @gluon.constexpr_function
 def neighbours_layout(each, warps):
-    """Layout of [each, threads], with one column per thread."""
+    """Return the layout of [each, threads], with one column per thread."""
     return gl.BlockedLayout([min(each, 4), 1], [1, 32], [1, warps], [0, 1])
 
 

@@ -53,7 +53,7 @@ def sum_and_greatest(total, greatest, more, other):
 
 @gluon.constexpr_function
 def groups_layout(warps):
-    """Layout of [HIGH, groups, GROUP], with 16 bytes per thread and four threads per group."""
+    """Return the layout of [HIGH, groups, GROUP], with 16 bytes per thread and four threads per group."""
     return gl.BlockedLayout([1, 1, 4], [1, 8, 4], [1, warps, 1], [2, 1, 0])
 
 

@@ -38,13 +38,13 @@ MOST_MINE = gl.constexpr(64)  # keys that a share ranks at a time; more do not f
 
 @gluon.constexpr_function
 def units_layout(each, warps):
-    """Layout of [lines, units, EACH groups], with at least 16 bytes per thread."""
+    """Return the layout of [lines, units, EACH groups], with at least 16 bytes per thread."""
     return gl.BlockedLayout([1, max(4 // each, 1), each], [1, 32, 1], [1, warps, 1], [2, 1, 0])
 
 
 @gluon.constexpr_function
 def items_of_units(wide, warps):
-    """Layout of [parts of units, `wide` items], with 16 bytes per thread if there are that many."""
+    """Return the layout of [parts of units, `wide` items], with 16 bytes per thread if there are that many."""
     each = min(wide, 4)
     return gl.BlockedLayout([1, each], [32 * each // wide, wide // each], [warps, 1], [1, 0])
 
@@ -173,7 +173,7 @@ def index_gather(
                 for first in range(0, held, LOOK):
                     place = first + gl.arange(0, LOOK, layout=gl.SliceLayout(1, items_of_units(GROUP, gl.num_warps())))
                     rows.append(gl.load(groups_ptr + gl.where(place < held, place, 0)), place < held)
-                barrier()  # before it writes again
+                barrier()  # all threads have read it before it is written again
             else:
                 rows.append(group, there)
     elif BLOCK_UNITS > 0:
@@ -242,7 +242,9 @@ def keep_best(list_ptr, found, wanted, keep_ptr, HELD: gl.constexpr):
 
 @gluon.constexpr_function
 def pairs_layout(mine, warps):
-    """Layout of [mine, all]: four warps on each side, so that few keys are read often; 16 bytes of `all` per thread."""
+    """Return the layout of [mine, all]: four warps on each side, so that few keys are read often; 16 bytes of `all` per
+    thread.
+    """
     return gl.BlockedLayout([max(mine // 4, 1), 2], [1, 32], [4, warps // 4], [1, 0])
 
 

@@ -11,12 +11,12 @@ from dsv4.index.kernels.scores import FOREVER, OWN, STARTS, row_of
 from dsv4.kernels.compat import gl, gluon
 
 ABSENT = tl.constexpr(-(2**31))
-LOWEST = tl.constexpr(-0x7F800000 - 1)  # of -inf, as ordered bits
+LOWEST = tl.constexpr(-0x7F800000 - 1)  # -inf as ordered bits
 
 
 @gluon.constexpr_function
 def items_layout(warps, each):
-    """Layout that gives each thread `each` neighbours of a line."""
+    """Return a layout that gives each thread `each` neighbours of a line."""
     return gl.BlockedLayout([1, each], [1, 32], [1, warps], [1, 0])
 
 
@@ -113,7 +113,7 @@ def cut_of(ordered, number, wanted, most, low, high, at_least):
     if at_least > most:
         low, at_least = threshold_between(ordered, wanted, most, low, high, at_least)
     highest = gl.to_tensor(FOREVER)
-    if at_least > most:  # of the items equal to the cut, take the first ones that fit
+    if at_least > most:  # of the items equal to the cut, keep the first ones that fit
         highest = first_ones(ordered == low, number, wanted - count_of(ordered > low))
         at_least = wanted
     return low, highest, at_least
@@ -150,7 +150,7 @@ def key_of(ordered, number):
 
 @gluon.constexpr_function
 def sorting_layout(size, warps):
-    """Layout with up to four neighbours per thread, then per warp, so that most exchanges stay within a warp."""
+    """Return a layout with up to four neighbours per thread, so that most exchanges stay within a warp."""
     return gl.BlockedLayout([min(max(size // (32 * warps), 1), 4)], [32], [warps], [0])
 
 

@@ -93,11 +93,11 @@ class DeepseekV41Config(PreTrainedConfig):
             checks.fail("num_key_value_heads", self.num_key_value_heads, "1")
 
     def source_of(self, layer: int) -> int:
-        """The layer whose compressed rows and index keys this layer reads, -1 = none."""
+        """Return the layer whose compressed rows and index keys this layer reads, -1 = none."""
         return max((x for x in self.kv_source_layer_ids if x <= layer), default=-1)
 
     def chooser_of(self, layer: int) -> int:
-        """The layer whose choice this layer attends to, -1 = none."""
+        """Return the layer whose choice this layer attends to, -1 = none."""
         return max((x for x in self.index_source_layer_ids if x <= layer), default=-1)
 
     @classmethod

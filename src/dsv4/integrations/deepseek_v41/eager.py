@@ -41,15 +41,15 @@ class Eager:
         self.ids = torch.empty(batch, 0, dtype=torch.int64, device=device)
 
     def get_seq_length(self) -> int:
-        """The name under which transformers asks for it."""
+        """Return the number of tokens, under the name that transformers uses."""
         return self.tokens
 
     def add_window(self, layer: int, rows: Tensor) -> None:
-        """Rows [B, T, 512] of the tokens, RoPE applied."""
+        """Add rows [B, T, 512] of the tokens, RoPE applied."""
         _append(self.window, layer, fp8_32(rows))
 
     def compress(self, layer: int, kv: Tensor, gate: Tensor | None, norm: Any, dtype: torch.dtype) -> Tensor:
-        """The rows [B, n, 512] that the tokens finish, normed, without RoPE."""
+        """Return the rows [B, n, 512] that the tokens finish, normed, without RoPE."""
         ratio = self.config.compress_ratios[layer]
         if gate is None:
             return norm(kv)
@@ -61,12 +61,12 @@ class Eager:
         return norm((kv * gate.softmax(2)).sum(2).to(dtype))
 
     def add_rows(self, layer: int, rows: Tensor, keys: Tensor) -> None:
-        """Compressed rows [B, n, 512] and index keys [B, n, 128], RoPE applied."""
+        """Add compressed rows [B, n, 512] and index keys [B, n, 128], RoPE applied."""
         _append(self.rows, layer, fp4_16(rows))
         _append(self.keys, layer, fp4_32(keys))
 
     def seen(self, layer: int, t: int) -> Tensor:
-        """Compressed rows that each of T tokens sees, [T]."""
+        """Return the number of compressed rows that each of T tokens sees, [T]."""
         return (torch.arange(self.tokens, self.tokens + t, device=self.device) + 1) // self.config.compress_ratios[
             layer
         ]
@@ -95,7 +95,7 @@ class Eager:
         return kept.repeat_interleave(size, -1)[..., :m]
 
     def attend(self, layer: int, q: Tensor, sink: Tensor) -> Tensor:
-        """Queries [B, T, H, 512] -> the same shape, before the inverse RoPE."""
+        """Attend from queries [B, T, H, 512] -> the same shape, before the inverse RoPE."""
         rows, t = self.window[layer], q.shape[1]
         distance = torch.arange(self.tokens, self.tokens + t, device=self.device)[:, None]
         distance = distance - torch.arange(rows.shape[1], device=self.device)
@@ -112,7 +112,7 @@ class Eager:
 
     @staticmethod
     def experts(ffn: Any, x: Tensor) -> Tensor:
-        """The experts [N, D] of a layer, with its shared expert."""
+        """Return the experts [N, D] of a layer, with its shared expert."""
         c = ffn.config
         score = softplus(product(x.to(wide(x.dtype)), ffn.gate.weight)).sqrt()
         ids = (score + ffn.gate.bias).sort(dim=-1, descending=True, stable=True).indices[:, : c.num_experts_per_tok]
@@ -137,6 +137,6 @@ def _append(to: dict[int, Any], layer: int, more: Tensor) -> None:
 
 
 def _best(score: Tensor, count: int) -> Tensor:
-    """The places of the greatest scores, of equal ones the first; never where the score is -inf."""
+    """Return the places of the greatest scores, of equal ones the first; never where the score is -inf."""
     order = score.sort(dim=-1, descending=True, stable=True).indices[..., :count]
     return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, order, True) & (score > -torch.inf)

@@ -18,7 +18,7 @@ from dsv4.runtime import checks
 from .configuration import DeepseekV41Config
 from .weights import BLOCK, Fp8Linear, wide
 
-LEAST = 1e-6  # of the size of a match whose root is taken
+LEAST = 1e-6  # least size of a match whose root is taken
 
 
 class Table(nn.Module):
@@ -31,7 +31,7 @@ class Table(nn.Module):
         self.weight, self.scale = (nn.Parameter(x, requires_grad=False) for x in (codes, scales))
 
     def forward(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows [...] -> [..., width]."""
+        """Look up rows [...] -> [..., width]."""
         codes = self.weight.view(torch.uint8)[rows].view(torch.float8_e4m3fn).float()
         scales = self.scale.view(torch.uint8)[rows].view(torch.float8_e8m0fnu).float()
         return (codes.unflatten(-1, (-1, BLOCK)) * scales[..., None]).flatten(-2).to(dtype)
@@ -55,7 +55,7 @@ class Engram(nn.Module):
         self.q_weight, self.k_weight = (nn.Parameter(torch.ones(s, d), requires_grad=False) for _ in "qk")
 
     def forward(self, streams: Tensor, rows: Tensor) -> Tensor:
-        """Streams [B, T, s, D] with what the rows [B, T, columns] say, as far as it matches each stream."""
+        """Add the rows [B, T, columns] to streams [B, T, s, D], weighted by how well they match each stream."""
         h = streams.to(wide(streams.dtype))
         made = self.wkv(self.embed(rows, streams.dtype).flatten(-2)).to(h.dtype)
         key, value = made[..., : -self.width].unflatten(-1, (-1, self.width)), made[..., -self.width :]
@@ -95,14 +95,14 @@ class NGrams:
         return found
 
     def bind(self, numbers: Tensor) -> None:
-        """The numbers of all tokens, int64 [vocab_size]; :func:`smaller_vocabulary` makes them."""
+        """Set the numbers of all tokens, int64 [vocab_size], which :func:`smaller_vocabulary` makes."""
         c = self.config
         checks.tensor("numbers", numbers, (c.vocab_size,), (torch.int64,))
         checks.in_range("numbers", numbers, 0, c.engram_compressed_vocab_size - 1)
         self.numbers = numbers
 
     def __call__(self, ids: Tensor, steps: Any) -> dict[int, Tensor]:
-        """Tokens [B, T] -> rows [B, T, columns] by layer. Before the first token is engram_pad_token_id."""
+        """Return rows [B, T, columns] by layer of tokens [B, T]. The first token follows engram_pad_token_id."""
         if self.numbers is None:
             raise ValueError("ngrams: got no smaller vocabulary; call model.ngrams.bind(smaller_vocabulary(tokenizer))")
         c, t = self.config, ids.shape[1]
@@ -123,8 +123,10 @@ class NGrams:
 
 
 def smaller_vocabulary(tokenizer: Any) -> Tensor:
-    """The number of every token, for NGrams.bind: numbers are given in the order in which texts first appear. The text
-    of a token is compared without case, accents and outer spaces; a token that is not a whole character is itself."""
+    """Return the number of every token, for NGrams.bind: numbers are given in the order in which texts first appear.
+    The text of a token is compared without case, accents and outer spaces; a token that is not a whole character is
+    itself.
+    """
     from tokenizers import Regex, normalizers
 
     space = "\ue000"  # keeps a token of spaces alone from being stripped

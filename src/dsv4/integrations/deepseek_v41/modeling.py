@@ -45,7 +45,9 @@ class Compressor(nn.Module):
         self.norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def forward(self, x: Tensor, steps: Eager) -> Tensor:
-        """The rows that these tokens finish, before RoPE. With a gate, projections are fp32 until they are summed."""
+        """Return the rows that these tokens finish, before RoPE. With a gate, projections are fp32 until they are
+        summed.
+        """
         if self.wgate is None:
             return steps.compress(self.layer, product(x, self.wkv.weight), None, self.norm, x.dtype)
         y = x.to(wide(x.dtype))
@@ -126,7 +128,7 @@ class Experts(nn.Module):
         self._packed: tuple[int, Fp4Experts] | None = None
 
     def packed(self) -> Fp4Experts:
-        """The experts in the tiles of dsv4's kernels; made again when weights were loaded since."""
+        """Return the experts in the tiles of dsv4's kernels; made again when weights were loaded since."""
         version = sum(p._version for p in self.experts.parameters())
         if self._packed is None or self._packed[0] != version:
             self._packed = version, Fp4Experts.from_checkpoint(self.experts.state_dict(), "")
@@ -179,7 +181,7 @@ class Layer(nn.Module):
 
 
 def read(streams: Tensor, pre: Tensor) -> Tensor:
-    """Streams [B, T, s, D] -> what a block reads of them [B, T, D]."""
+    """Collapse streams [B, T, s, D] to the input of a block [B, T, D]."""
     return (pre[..., None] * streams.to(pre.dtype)).sum(2).to(streams.dtype)
 
 
@@ -189,7 +191,7 @@ def _written(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
 
 
 def _turned(x: Tensor, cos_sin: Tensor, back: bool = False) -> Tensor:
-    """The last dims of x [B, T, ..., D] rotated, by cos_sin [T, r]."""
+    """Return the last dims of x [B, T, ..., D] rotated, by cos_sin [T, r]."""
     r = cos_sin.shape[-1]
     table = cos_sin.view(-1, *(1,) * (x.ndim - 3), r).to(wide(x.dtype))
     cos, sin = table.chunk(2, -1)
@@ -228,7 +230,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         **_: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits fp32 [B, T, vocabulary] of the tokens that follow those in past_key_values."""
+        """Compute logits fp32 [B, T, vocabulary] of the tokens that follow those in past_key_values."""
         if attention_mask is not None and not bool(attention_mask.all()):
             checks.fail("attention_mask", "padding", "None or all ones: sequences of one length")
         if bool((input_ids == self.config.image_token_id).any()):
@@ -289,7 +291,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
-        return True  # to a key of STEPS
+        return True  # accept a key of STEPS
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed

@@ -33,11 +33,11 @@ class Rows:
 
     @property
     def pages(self) -> int:
-        """How many pages a sequence has."""
+        """The number of pages of a sequence."""
         return self.pool.pages // self.batch
 
     def append(self, rows: Tensor) -> None:
-        """Rows [B, n, values]."""
+        """Append rows [B, n, values]."""
         length = self.length + rows.shape[1]
         if length > self.pages * self.page:
             old = self.pool.storage.view(self.batch, -1)
@@ -49,12 +49,12 @@ class Rows:
         self.length = length
 
     def numbers(self, places: Tensor) -> Tensor:
-        """Places [B, ...] in the sequences -> row numbers of the pool, int32; less than 0 becomes -1."""
+        """Convert places [B, ...] in the sequences to row numbers of the pool, int32; less than 0 becomes -1."""
         first = torch.arange(self.batch, device=places.device) * (self.pages * self.page)
         return torch.where(places >= 0, places + first.view(-1, *(1,) * (places.ndim - 1)), -1).int()
 
     def table(self) -> Tensor:
-        """The pages of every sequence, int32 [B, pages]."""
+        """Return the pages of every sequence, int32 [B, pages]."""
         return torch.arange(self.pool.pages, dtype=torch.int32, device=self.pool.device).view(self.batch, -1)
 
 

@@ -23,20 +23,20 @@ def _grouped(x: Tensor, group: int) -> Tensor:
 
 
 def _power_above(x: Tensor) -> Tensor:
-    """The least power of two that is not less."""
+    """Return the least power of two that is not less."""
     mantissa, exponent = torch.frexp(x)
     return torch.ldexp(torch.ones_like(x), exponent - (mantissa == 0.5).int())
 
 
 def _to_e2m1(x: Tensor) -> Tensor:
-    """Steps of 0.5 below 2, of 1 below 4, of 2 up to 6."""
+    """Round to e2m1: steps of 0.5 below 2, of 1 below 4, of 2 up to 6."""
     size = x.abs()
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0)).to(x.dtype)
     return torch.copysign((size / step).round() * step, x).clamp(-FP4_MAX, FP4_MAX)
 
 
 def fp8_32(x: Tensor) -> Tensor:
-    """e4m3, a power of two for 32 values: activations of FP8 and FP4 weights, and rows of the window."""
+    """Round to e4m3 with a power of two for 32 values: activations of FP8 and FP4 weights, and rows of the window."""
     groups = _grouped(x, 32)
     scale = _power_above(groups.abs().amax(-1, keepdim=True).clamp_min(1e-4) / FP8_MAX)
     codes = (groups / scale).float().to(torch.float8_e4m3fn)
@@ -44,14 +44,14 @@ def fp8_32(x: Tensor) -> Tensor:
 
 
 def fp4_32(x: Tensor) -> Tensor:
-    """e2m1, a power of two for 32 values: keys and queries of the indexer."""
+    """Round to e2m1 with a power of two for 32 values: keys and queries of the indexer."""
     groups = _grouped(x, 32)
     scale = _power_above(groups.abs().amax(-1, keepdim=True).clamp_min(FP4_MAX * 2.0**-126) / FP4_MAX)
     return (_to_e2m1(groups / scale) * scale).flatten(-2).to(x.dtype)
 
 
 def fp4_16(x: Tensor) -> Tensor:
-    """e2m1, an e4m3 scale for 16 values: compressed rows."""
+    """Round to e2m1 with an e4m3 scale for 16 values: compressed rows."""
     groups = _grouped(x, 16)
     scale = (groups.abs().amax(-1, keepdim=True) / FP4_MAX).clamp(2.0**-9, FP8_MAX)
     scale = scale.float().to(torch.float8_e4m3fn).to(groups.dtype)
@@ -68,7 +68,7 @@ class Fp8Linear(nn.Module):
         self.scale = _frozen(torch.empty(shape, dtype=torch.float8_e8m0fnu))
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
-        """The weight [out, in]; bf16 holds it exactly."""
+        """Return the weight [out, in]; bf16 holds it exactly."""
         n, k = self.weight.shape
         scale = self.scale.float().repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]
         return (self.weight.float() * scale).to(dtype)
@@ -96,7 +96,7 @@ class Fp4Linear(nn.Module):
         self.scale = _frozen(torch.empty(outputs, inputs // BLOCK, dtype=torch.float8_e8m0fnu))
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
-        """The weight [out, in]."""
+        """Return the weight [out, in]."""
         positive = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=self.weight.device)
         codes = self.weight.view(torch.uint8).long()
         values = torch.cat([positive, -positive])[torch.stack([codes & 15, codes >> 4], -1)].flatten(1)
@@ -125,7 +125,7 @@ class RMSNorm(nn.Module):
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """x W^T, summed in fp32 or fp64, in the dtype of x."""
+    """Compute x W^T, summed in fp32 or fp64, in the dtype of x."""
     return (x.to(wide(x.dtype)) @ weight.to(wide(x.dtype)).T).to(x.dtype)
 
 

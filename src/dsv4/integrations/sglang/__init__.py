@@ -30,7 +30,7 @@ from typing import NoReturn
 
 SWITCH = "DSV4_SGLANG"
 PARTS_SWITCH = "DSV4_SGLANG_PARTS"
-PARTS = ("indexer", "compressor", "insertion", "experts")  # that may be replaced besides the attention
+PARTS = ("indexer", "compressor", "insertion", "experts")  # parts that may be replaced besides the attention
 TESTED = "0.5.23"
 BACKEND = "dsv4_gluon"
 
@@ -40,7 +40,7 @@ logger = logging.getLogger("sglang.dsv4")
 
 
 def register() -> None:
-    """What SGLang calls in each of its processes."""
+    """Install the plug-in. SGLang calls this in each of its processes."""
     said = os.environ.get(SWITCH) or "0"
     if said not in ("0", "1"):
         raise SystemExit(f"{SWITCH}: got {said!r}; accepted: 1 (on), 0 or unset (off)")
@@ -68,7 +68,7 @@ def register() -> None:
 
 
 def parts() -> list[str]:
-    """What DSV4_SGLANG_PARTS names; ValueError where there is no such part."""
+    """Return the parts that DSV4_SGLANG_PARTS names; a ValueError names unknown ones."""
     named = [part.strip() for part in os.environ.get(PARTS_SWITCH, "").split(",") if part.strip()]
     if unknown := [part for part in named if part not in PARTS]:
         raise ValueError(f"{PARTS_SWITCH}: got {', '.join(unknown)}; accepted: any of {', '.join(PARTS)}, or nothing")

@@ -34,8 +34,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)  # 
 class Metadata:
     lengths: Tensor  # int32 [B], of keys
     table: Tensor  # int32 [B, pages]
-    window_table: Tensor  # of layers with a window; the same where they share the pool
-    window_slots: Tensor | None  # where the new keys of those layers go, in a pool of their own
+    window_table: Tensor  # pages for layers with a window; the same table if they share the pool
+    window_slots: Tensor | None  # slots for the new keys of those layers, if these have a separate pool
     starts: Tensor | None = None  # int32 [B + 1] of queries; None: one query for each sequence
     ends: Tensor | None = None  # int32 [B + 1] of keys
     longest_query: int = 1
@@ -62,7 +62,7 @@ class Backend(AttentionBackend):
         logger.info("dense attention: dsv4, pages of %d", self.page)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Outside of CUDA graphs: the host knows the lengths."""
+        """Prepare a step outside of CUDA graphs, where the host knows the lengths."""
         b = forward_batch
         longest = int(b.seq_lens_cpu.max()) if b.batch_size else 0
         m = self._metadata(b, -(-longest // self.page))
@@ -75,7 +75,7 @@ class Backend(AttentionBackend):
         self.forward_metadata = m
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Nothing: what a graph needs is allocated while it is captured."""
+        """Do nothing: what a graph needs is allocated while it is captured."""
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         _refuse_mode(forward_batch)
@@ -83,7 +83,7 @@ class Backend(AttentionBackend):
             refuse("CUDA graphs of prefill", "full", "breakable, piecewise or none")
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Recorded: shapes do not depend on lengths."""
+        """Prepare a step that is recorded: shapes do not depend on lengths."""
         self.forward_metadata = self._metadata(forward_batch, self.widest)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -100,7 +100,7 @@ class Backend(AttentionBackend):
         sinks: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        """q [B, Hq D], one token of each sequence -> [B, Hq D]."""
+        """Attend from q [B, Hq D], one token of each sequence -> [B, Hq D]."""
         m, (query, out, pages, table, window) = self._prepare(q, k, v, layer, forward_batch, save_kv_cache, options)
         dsv4.fmha_paged(
             query[:, None],
@@ -128,7 +128,7 @@ class Backend(AttentionBackend):
         sinks: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        """q [N, Hq D], the new tokens of all sequences end to end; their cached prefixes are in the pages."""
+        """Attend from q [N, Hq D], the new tokens of all sequences end to end; their prefixes are in the pages."""
         m, (query, out, pages, table, window) = self._prepare(q, k, v, layer, forward_batch, save_kv_cache, options)
         assert m.starts is not None and m.ends is not None
         made = flash_attn_varlen_func(
@@ -150,7 +150,7 @@ class Backend(AttentionBackend):
         return made.flatten(1)
 
     def _scales(self, layer: Any) -> dict[str, Any]:
-        """The scales of an FP8 cache. A layer may have none."""
+        """Return the scales of an FP8 cache. A layer may have none."""
         if not self.fp8:
             return {}
         found = (getattr(layer, name, None) for name in ("k_scale", "v_scale"))
@@ -158,7 +158,7 @@ class Backend(AttentionBackend):
         return dict(k_scale=k_scale, v_scale=v_scale)
 
     def _metadata(self, b: Any, pages: int) -> Metadata:
-        slots = self.places[b.req_pool_indices, : pages * self.page : self.page]  # of the first row of each page
+        slots = self.places[b.req_pool_indices, : pages * self.page : self.page]  # slots of the first row of each page
         table, window_table, window_slots = slots // self.page, None, None
         if self.two_pools:
             # A key that has left the window has no slot any more; it is not read.
@@ -170,7 +170,7 @@ class Backend(AttentionBackend):
     def _prepare(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, b: Any, save: bool, options: dict[str, Any]
     ) -> tuple[Metadata, tuple[Tensor, Tensor, tuple[Tensor, Tensor], Tensor, tuple[int, int]]]:
-        """New keys and values into the pages -> what both calls need."""
+        """Write new keys and values to the pages; return what both calls need."""
         _refuse_layer(layer, options)
         m = self.forward_metadata
         assert isinstance(m, Metadata)

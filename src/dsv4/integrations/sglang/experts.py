@@ -17,11 +17,11 @@ class Method:
         self.ours: EngineExperts | None = None
 
     def __getattr__(self, name: str) -> Any:
-        """What SGLang asks its own method besides the calls below."""
+        """Forward to SGLang's own method what it needs besides the calls below."""
         return getattr(self.__dict__["_fp8"], name)
 
     def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
-        """There is none of SGLang's: apply does it all."""
+        """Create no runner of SGLang's: apply does all the work."""
         if getattr(moe_runner_config, "apply_router_weight_on_input", False):
             refuse(PARTS_SWITCH, "experts with weights on their input", "those of DeepSeek-V4")
         self.ours = EngineExperts(calls, getattr(moe_runner_config, "swiglu_limit", None))
@@ -55,7 +55,7 @@ class Method:
         self.ours.load(layer, PARAMETERS)
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
-        """The dispatcher has made numbers of this rank's experts of those of all ranks."""
+        """Apply the experts. The dispatcher has converted expert numbers to those of this rank."""
         from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 
         assert self.ours is not None
@@ -64,7 +64,7 @@ class Method:
 
 
 def get_quant_method(theirs: Any, config: Any, layer: Any, prefix: str) -> Any:
-    """Around Fp8Config.get_quant_method."""
+    """Wrap Fp8Config.get_quant_method."""
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
     from sglang.srt.layers.quantization.fp8 import Fp8MoEMethod
 

@@ -65,7 +65,7 @@ def forward_c4_indexer(
 
 
 def _slots(rows: Tensor, table: Tensor, page: int, out: Tensor) -> None:
-    """Rows of the request [n, K] by its pages [n, pages] -> slots of the pool; -1 stays."""
+    """Convert rows of the request [n, K] to slots of the pool by its pages [n, pages]; -1 stays."""
     found = table.gather(1, rows.clamp_min(0).long() // page) * page + rows % page
     out.copy_(torch.where(rows >= 0, found, -1))
 

@@ -35,7 +35,7 @@ V4_BACKEND = "sglang.srt.layers.attention.deepseek_v4_backend.DeepseekV4AttnBack
 
 
 def replaced() -> dict[str, Any]:
-    """What is hooked -> what takes its place."""
+    """Return the replacement of each hooked function."""
     more: dict[str, dict[str, Any]] = {
         "indexer": {INDEXER: indexer.forward_c4_indexer, **INDEXERS_V41},
         "insertion": {INSERTION: rows.insert},
@@ -44,13 +44,13 @@ def replaced() -> dict[str, Any]:
 
 
 def wrapped() -> dict[str, Any]:
-    """What is hooked -> what is called with it."""
+    """Return the wrapper of each hooked function."""
     more = {"compressor": (COMPRESSOR, rows.compressed), "experts": (EXPERTS, experts.get_quant_method)}
     return dict(more[part] for part in parts() if part in more)
 
 
 def everything() -> None:
-    """Twice is once: SGLang calls a plug-in once in each process."""
+    """Install everything. A second call does nothing: SGLang calls a plug-in once in each process."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for target, function in replaced().items():
@@ -79,7 +79,7 @@ def check_hooks(_: Any, model_runner: Any, *__: Any, **___: Any) -> None:
 
 
 def dense_name() -> None:
-    """--attention-backend dsv4_gluon names the backend for dense models."""
+    """Register the backend for dense models as --attention-backend dsv4_gluon."""
     from sglang.srt.arg_groups import choices, model_hook
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 

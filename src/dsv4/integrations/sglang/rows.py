@@ -62,7 +62,7 @@ def compressed(
     fp8_2buff: bool = False,
     kvcache_rope: Tensor | None = None,
 ) -> None:
-    """Around compress_norm_rope_store: kv [n, 512], one line for each entry of SGLang's plan, to the compressed pages.
+    """Replace compress_norm_rope_store: kv [n, 512], one line for each entry of SGLang's plan, to the compressed pages.
     An entry is 16 bytes: int32 tokens seen (-1: none), then in prefill the token of the step, 16 bits."""
     if kv.shape[-1] != FP8_584.values:  # keys of the indexer
         theirs(
@@ -115,7 +115,7 @@ def store(
     page: int,
     backend: str = "auto",
 ) -> None:
-    """x [N, 512], normed by the weight and rotated at positions [N], to the slots [N] of pages uint8 [P, bytes] of
+    """Store x [N, 512], normed by the weight and rotated at positions [N], in slots [N] of pages uint8 [P, bytes] of
     `page` rows; -1: nowhere. freqs_cis complex [positions, 32]."""
     pool = Fp8Cache.from_pages(pages[:, : page * FP8_584.row_bytes].unflatten(1, (page, FP8_584.row_bytes)))
     steps = elementwise.choose(backend, x.device)
@@ -125,7 +125,7 @@ def store(
 
 
 def _cos_sin(freqs_cis: Tensor) -> Tensor:
-    """fp32 [positions, 64]: cosines, then sines. Kept, because SGLang passes the same table in every layer and step."""
+    """Return fp32 [positions, 64]: cosines, then sines. Cached, because SGLang always passes the same table."""
     if freqs_cis not in tables:
         tables[freqs_cis] = torch.cat([freqs_cis.real, freqs_cis.imag], -1).float().contiguous()
     return tables[freqs_cis]

@@ -33,7 +33,7 @@ def flash_mla_with_kvcache(
     *,
     use_legacy: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """SGLang's function, for rows of 584, 528 and 288 bytes; others are rejected by name."""
+    """Replace SGLang's function for rows of 584, 528 and 288 bytes; others are rejected by name."""
     for name, x in (("descale_q", descale_q), ("descale_k", descale_k), ("kv_format", kv_format)):
         if x is not None:
             checks.fail(name, checks.describe(x), "None: rows of DeepSeek-V4 or V4.1")
@@ -60,7 +60,7 @@ def flash_mla_with_kvcache(
 
 
 def no_other_kernel(*_: Any, **__: Any) -> bool:
-    """SGLang's question whether a kernel of its own takes a decode of V4.1 away from FlashMLA."""
+    """Return False: SGLang must not take a decode of V4.1 away from FlashMLA's function."""
     return False
 
 
@@ -81,7 +81,7 @@ def flash_mla_sparse_fwd(
     if kv.ndim == 2:
         kv = kv[:, None]
     if not q.is_cuda:
-        kv = kv.to(q.dtype)  # whatever the model is; exact
+        kv = kv.to(q.dtype)  # convert whatever the model's dtype is; exact
         if topk_length is not None:  # values are checked there
             past = torch.arange(indices.shape[-1]) >= topk_length[:, None, None]
             indices = indices.masked_fill(past, -1)

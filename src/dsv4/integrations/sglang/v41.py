@@ -18,13 +18,13 @@ from dsv4.integrations.sglang import PARTS_SWITCH, calls, refuse
 
 
 def topk_decode(self: Any, inputs: Any) -> None:
-    """It replaces the method of FullTopKIndexer."""
+    """Replace the method of FullTopKIndexer."""
     if call := _call(self, inputs):
         dsv4.index_topk(*call[0], **call[1])
 
 
 def publish_decode(self: Any, inputs: Any) -> Any:
-    """It replaces the method of DenseBlocksBackend -> SGLang's record of the kept blocks, int32 [n, blocks]."""
+    """Replace the method of DenseBlocksBackend -> SGLang's record of the kept blocks, int32 [n, blocks]."""
     from sglang.srt.layers.attention.dsv4.v41_indexer.dense_blocks import BlockIds
 
     if self.block_size != BLOCK:
@@ -34,13 +34,13 @@ def publish_decode(self: Any, inputs: Any) -> Any:
 
 
 def consume_decode(self: Any, inputs: Any, published: Any) -> None:
-    """It replaces the method of DenseBlocksBackend."""
+    """Replace the method of DenseBlocksBackend."""
     if call := _call(self, inputs):
         dsv4.index_topk(*call[0], blocks=published.blocks, **call[1])
 
 
 def _call(backend: Any, inputs: Any) -> tuple[tuple[Tensor, dsv4.IndexCache, Tensor, int], dict[str, Any]] | None:
-    """Arguments for one query of each row, which may be a draft; None where there is no row."""
+    """Return the arguments for one query of each row, which may be a draft; None where there is no row."""
     m, indexer, n = inputs.paged_metadata, inputs.indexer, inputs.req_rows.shape[0]
     if n == 0:
         inputs.reset_outputs()

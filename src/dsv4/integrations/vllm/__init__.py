@@ -40,7 +40,7 @@ PARTS = (
     "compressor",
     "insertion",
     "experts",
-)  # that may be replaced besides the attention; the first is the default
+)  # parts that may be replaced besides the attention; the first is the default
 BACKEND = "DSV4_GLUON"
 DENSE = "dsv4.integrations.vllm.dense.Backend"
 PLUGIN = "dsv4"  # the name of the entry point, in VLLM_PLUGINS
@@ -55,7 +55,7 @@ _said = ""  # what say() logged last
 
 
 def switch() -> bool | None:
-    """The value of DSV4_VLLM: on, off, or nothing: then the configuration decides. ValueError where it is neither."""
+    """Return the value of DSV4_VLLM: on, off, or None, which lets the configuration decide; a ValueError otherwise."""
     said = os.environ.get(SWITCH) or None
     if said not in (None, "0", "1"):
         raise ValueError(f"{SWITCH}: got {said!r}; accepted: 1 (on), 0 (off), unset (--attention-backend {BACKEND})")
@@ -63,7 +63,7 @@ def switch() -> bool | None:
 
 
 def parts() -> list[str]:
-    """What DSV4_VLLM_PARTS names; ValueError where there is no such part."""
+    """Return the parts that DSV4_VLLM_PARTS names; a ValueError names unknown ones."""
     named = [part.strip() for part in os.environ.get(PARTS_SWITCH, PARTS[0]).split(",") if part.strip()]
     if unknown := [part for part in named if part not in PARTS]:
         raise ValueError(f"{PARTS_SWITCH}: got {', '.join(unknown)}; accepted: any of {', '.join(PARTS)}, or nothing")
@@ -71,7 +71,7 @@ def parts() -> list[str]:
 
 
 def rows() -> str:
-    """The value of DSV4_VLLM_ROWS: v41, or nothing: then vLLM decides. ValueError where it is neither."""
+    """Return the value of DSV4_VLLM_ROWS: v41, or "", which lets vLLM decide; a ValueError otherwise."""
     said = os.environ.get(ROWS_SWITCH, "")
     if said not in ("", OWN_ROWS):
         raise ValueError(f"{ROWS_SWITCH}: got {said!r}; accepted: {OWN_ROWS}, or nothing for the rows that vLLM keeps")
@@ -79,7 +79,8 @@ def rows() -> str:
 
 
 def register() -> None:
-    """What vLLM calls in each of its processes. Twice is once. Imports that may fail are in here: vLLM swallows
+    """Install the plug-in. vLLM calls this in each of its processes; a second call does nothing. Imports that may fail
+    are in here: vLLM swallows
     errors of the entry point's import, but not of this call."""
     on = switch()
     if on is False:
@@ -105,14 +106,14 @@ def say(text: str) -> None:
 
 
 def plugin_allowed() -> bool:
-    """Whether VLLM_PLUGINS, a list of names, lets vLLM load this plug-in."""
+    """Return whether VLLM_PLUGINS, a list of names, lets vLLM load this plug-in."""
     listed = os.environ.get("VLLM_PLUGINS")
     return listed is None or PLUGIN in listed.split(",")
 
 
 def way_off() -> str:
-    """How to get vLLM's own attention. DSV4_VLLM=0 alone is not enough where the option names the backend: vLLM does
-    not know the name then."""
+    """Return how to get vLLM's own attention. DSV4_VLLM=0 alone is not enough if the option names the backend: vLLM
+    does not know the name then."""
     if switch():
         return f"{SWITCH}=0 gives vLLM's own attention; drop --attention-backend {BACKEND} too, if you use it"
     return f"Drop --attention-backend {BACKEND} for vLLM's own attention"

@@ -1,7 +1,7 @@
 """Which layers of an engine of vLLM run on dsv4: its model, --attention-backend, backend_per_kind and DSV4_VLLM decide.
 They are those of one configuration, because a process may hold several engines.
 
-A configuration that asks for dsv4 and would get another attention is rejected here.
+A configuration that requests dsv4 and would get another attention is rejected here.
 """
 
 from typing import Any
@@ -21,19 +21,19 @@ from dsv4.integrations.vllm import (
 
 NAMES = {"deepseek_v4": "DeepSeek-V4", "deepseek_v41": "DeepSeek-V4.1"}
 FP4_ROWS = "nvfp4_ds_mla"  # vLLM's name for V4.1's own rows
-KV_CACHE_DTYPES = {  # of vLLM, for rows that dsv4 reads
+KV_CACHE_DTYPES = {  # vLLM's names of cache dtypes whose rows dsv4 reads
     "deepseek_v4": ("auto", "fp8", "fp8_e4m3", "fp8_ds_mla"),
     "deepseek_v41": ("auto", "fp8", "fp8_ds_mla", FP4_ROWS),
 }
 
 
 def named(config: Any) -> bool:
-    """--attention-backend DSV4_GLUON."""
+    """Return whether --attention-backend names DSV4_GLUON."""
     return _is_ours(config.attention_config.backend)
 
 
 def kinds(config: Any) -> list[str]:
-    """The kinds of layers that backend_per_kind gives to DSV4_GLUON."""
+    """Return the kinds of layers that backend_per_kind gives to DSV4_GLUON."""
     return [kind for kind, backend in config.attention_config.backend_per_kind.items() if _is_ours(backend)]
 
 
@@ -42,7 +42,8 @@ def asks(config: Any) -> bool:
 
 
 def v4_is_ours(config: Any) -> bool:
-    """Whether dsv4 serves a DeepSeek-V4 or V4.1 of this configuration. The configuration of a draft model names no
+    """Return whether dsv4 serves a DeepSeek-V4 or V4.1 of this configuration. The configuration of a draft model names
+    no
     backend, whatever that of its target names: draft layers follow the target's layers, which are there already."""
     if config.attention_config.backend is not None:
         return named(config)
@@ -50,7 +51,7 @@ def v4_is_ours(config: Any) -> bool:
 
 
 def family(config: Any) -> str | None:
-    """One of deepseek_v4, deepseek_v41 and dense; None for a configuration without a model."""
+    """Return deepseek_v4, deepseek_v41 or dense; None for a configuration without a model."""
     model = config.model_config
     if model is None:
         return None
@@ -63,7 +64,7 @@ def family(config: Any) -> str | None:
 
 
 def check(config: Any) -> None:
-    """ValueError where dsv4 is asked for and does not serve what is asked for."""
+    """Raise a ValueError if dsv4 is requested and cannot serve the request."""
     model, attention = family(config), config.attention_config
     if model not in NAMES:
         return
@@ -95,13 +96,13 @@ def _check_v41(config: Any) -> None:
 
 
 def own_rows(config: Any) -> bool:
-    """Whether a DeepSeek-V4.1 of this configuration keeps its own rows on any GPU: 528 bytes in the window, and 288
-    compressed unless --kv-cache-dtype says fp8_ds_mla. Elsewhere vLLM decides: 584 bytes on Hopper."""
+    """Return whether a DeepSeek-V4.1 of this configuration keeps its own rows on any GPU: 528 bytes in the window, and
+    288 compressed unless --kv-cache-dtype is fp8_ds_mla. Elsewhere vLLM decides: 584 bytes on Hopper."""
     return rows() == OWN_ROWS or config.cache_config.cache_dtype == FP4_ROWS
 
 
 def report(config: Any) -> None:
-    """One line of the log: what dsv4 does for this configuration, unless it is that of a draft model."""
+    """Log in one line what dsv4 does for this configuration, unless it is that of a draft model."""
     model = family(config)
     if model is None or _layers(config):
         return
@@ -128,7 +129,7 @@ def dense_line() -> str:
 
 
 def _layers(config: Any) -> list[Any]:
-    """The attention layers of this configuration's engine that are built so far."""
+    """Return the attention layers of this configuration's engine that are built so far."""
     return list(config.compilation_config.static_forward_context.values())
 
 

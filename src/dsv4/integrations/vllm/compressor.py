@@ -19,12 +19,12 @@ from dsv4.integrations.vllm import calls, refuse
 
 @functools.cache
 def replacing(theirs: type) -> type:
-    """A subclass of one of vLLM's classes of the compressor."""
+    """Return a subclass of one of vLLM's classes of the compressor."""
     return type("Compressor", (theirs,), dict(forward=forward))
 
 
 def forward(self: Any, kv_score: Tensor, positions: Tensor, rotary_emb: Any) -> None:
-    """kv_score fp32 [N, 2 width]: values, then gates, of tokens of many requests."""
+    """Compress kv_score fp32 [N, 2 width]: values, then gates, of tokens of many requests."""
     from vllm.config import CUDAGraphMode
     from vllm.forward_context import get_forward_context
     from vllm.models.deepseek_v4.compressor import _SAVE_PARTIAL_STATES_KERNEL
@@ -54,7 +54,7 @@ def forward(self: Any, kv_score: Tensor, positions: Tensor, rotary_emb: Any) -> 
 
 
 def store(compressor: Any, found: dict[str, Any], positions: Tensor, cos_sin: Tensor) -> None:
-    """The rows that the tokens of this step finish. positions may be longer than the step has tokens."""
+    """Store the rows that the tokens of this step finish. positions may be longer than the step."""
     pages = compressor._static_forward_context[compressor.k_cache_prefix].kv_cache
     if compressor.use_fp4_cache:
         refuse("indexer_kv_dtype", "mxfp4", "fp8")

@@ -1,4 +1,4 @@
-"""What the plug-in takes for granted in vLLM, as data: a version, parameters and fields. Checked before anything is
+"""What the plug-in assumes about vLLM, as data: a version, parameters and fields. This is checked before anything is
 replaced, so that a newer vLLM is rejected with the difference in words, and never called with wrong arguments."""
 
 import importlib
@@ -126,7 +126,7 @@ FIELDS = {
 # function, or another one -> a name that it looks up in its module, which the plug-in replaces there
 LOOKED_UP = {
     f"{FLASHMLA}._forward_prefill": "flash_mla_sparse_fwd",
-    f"{INDEXER_LAYER}.__init__ or {INDEXER_LAYER}._get_attn_cls": "SparseAttnIndexer",  # from 0.33 on the latter
+    f"{INDEXER_LAYER}.__init__ or {INDEXER_LAYER}._get_attn_cls": "SparseAttnIndexer",  # 0.33 and newer: the latter
     f"{COMPRESSOR}.forward": "_SAVE_PARTIAL_STATES_KERNEL",
     "vllm.models.deepseek_v4.quant_config.DeepseekV4FP8Config.get_quant_method": "Mxfp4MoEMethod",
     "vllm.models.deepseek_v4.nvidia.model.DeepseekV4DecoderLayer.__init__": "_select_dsv4_attn_cls",
@@ -159,13 +159,13 @@ def other_version() -> str | None:
 
 
 def check_version() -> None:
-    """RuntimeError where vLLM is not of the version that the plug-in was tested with."""
+    """Raise a RuntimeError if vLLM is not a version that the plug-in was tested with."""
     if why := other_version():
         raise RuntimeError(f"dsv4: {why}. {way_off()}")
 
 
 def check() -> None:
-    """RuntimeError that lists every difference between the installed vLLM and what the plug-in needs."""
+    """Raise a RuntimeError that lists every difference between the installed vLLM and what the plug-in needs."""
     if found := differences():
         import vllm
 
@@ -175,7 +175,7 @@ def check() -> None:
 
 
 def differences(only: str = "") -> list[str]:
-    """Sentences about the names that contain `only`."""
+    """Return a sentence for every difference, about names that contain `only`."""
     found: list[str] = []
 
     def compare(names: Iterable[str], difference: Callable[[str], str | None]) -> None:
@@ -216,7 +216,7 @@ def looks_up(functions: str, name: str) -> bool:
 
 
 def resolve(name: str):
-    """The object with a qualified name, in whichever of its prefixes is a module."""
+    """Return the object with a qualified name, in whichever of its prefixes is a module."""
     parts = name.split(".")
     for n in range(len(parts) - 1, 0, -1):
         try:

@@ -143,7 +143,7 @@ class Impl(AttentionImpl[Metadata]):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """key, value [>= N, Hkv, D] into the slots int64 [N]; -1 = nowhere."""
+        """Store key, value [>= N, Hkv, D] in the slots int64 [N]; -1 = nowhere."""
         k_pages, v_pages = self._pages(kv_cache)
         if current_platform.is_cuda():
             from vllm._custom_ops import reshape_and_cache_flash
@@ -170,7 +170,7 @@ class Impl(AttentionImpl[Metadata]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """output [>= N, Hq, D] = attention of query; key and value are in the cache already."""
+        """Write the attention of query to output [>= N, Hq, D]; key and value are in the cache already."""
         if output_scale is not None or output_block_scale is not None:
             refuse("output_scale", "a scale", "none: the output is not quantised here")
         if attn_metadata is None:  # a profile run
@@ -220,13 +220,13 @@ class Impl(AttentionImpl[Metadata]):
         return output
 
     def _pages(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """[blocks, Hkv, page, 2 D] -> two of [blocks, page, Hkv, D], without a copy."""
+        """View [blocks, Hkv, page, 2 D] as two of [blocks, page, Hkv, D], without a copy."""
         k, v = kv_cache.transpose(1, 2).split(self.head_size, -1)
         return k, v
 
 
 def _codes(x: Tensor, scale: Tensor) -> Tensor:
-    """x as bytes of e4m3 whose product with the scale it is."""
+    """Divide x by the scale and return the e4m3 codes as bytes."""
     largest = torch.finfo(torch.float8_e4m3fn).max
     by = scale.view(-1, 1)  # one, or one for each KV head
     return (x.float() / by).clamp(-largest, largest).to(torch.float8_e4m3fn).view(torch.uint8)

@@ -1,5 +1,5 @@
 """DeepSeek-V4's MXFP4 experts in vLLM on dsv4.moe: a method of quantisation that vLLM's layer of experts calls. It
-takes the parameters that vLLM's own makes and loads, and chooses no kernel of vLLM."""
+uses the parameters that vLLM's own creates and loads, and chooses no kernel of vLLM."""
 
 from __future__ import annotations
 
@@ -51,6 +51,6 @@ class Method(Mxfp4MoEMethod):
         shared_experts: Any,
         shared_experts_input: Any,
     ) -> Tensor:
-        """vLLM runs the shared expert itself: this kernel overlaps none."""
+        """Apply the experts. vLLM runs the shared expert itself, because this kernel overlaps none."""
         assert self.ours is not None
         return self.ours(x, topk_ids, topk_weights, layer.expert_map)

@@ -60,7 +60,7 @@ class Indexer(torch.nn.Module):
         self.blocks, self.writes_blocks = candidate_blocks, candidate_write
 
     def forward(self, hidden_states: Tensor, q_quant: Tensor, k: None, weights: Tensor) -> Tensor:
-        """q_quant e4m3 [N, H, 128]; weights fp32 [N, H] with the scales of q -> the buffer, int32 [.., topk]."""
+        """Choose rows: q_quant e4m3 [N, H, 128]; weights fp32 [N, H] with the scales of q -> int32 [.., topk]."""
         from vllm.forward_context import get_forward_context
 
         found = get_forward_context().attn_metadata

@@ -30,7 +30,7 @@ def insert(
 
 
 def write(kv: Tensor, positions: Tensor, to: PackedRows, slots: Tensor, cos_sin: Tensor, backend: str = "auto") -> None:
-    """kv [>= n, 512], rotated at positions [>= n], to the rows slots [n] of the pages (-1: nowhere)."""
+    """Rotate kv [>= n, 512] at positions [>= n] and store it in rows slots [n] of the pages (-1: nowhere)."""
     n = len(slots)
     steps = elementwise.choose(backend, kv.device)
     with steps.running():

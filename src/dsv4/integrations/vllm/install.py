@@ -24,13 +24,13 @@ from dsv4.integrations.vllm import (
 MARK = "_dsv4_wrapped"
 
 
-asked = False  # by a configuration that another process sent
+asked = False  # whether a configuration that another process sent asks for dsv4
 ready = False  # vLLM has called register() in this process
 on = False
 
 
 def everything() -> None:
-    """Twice is once."""
+    """Install everything. A second call does nothing."""
     global on
     if on:
         return
@@ -84,7 +84,7 @@ def by_configuration() -> None:
 
 
 def backend_name() -> None:
-    """--attention-backend DSV4_GLUON names the backend for dense models."""
+    """Register the backend for dense models as --attention-backend DSV4_GLUON."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     if BACKEND not in AttentionBackendEnum.__members__:
@@ -98,7 +98,7 @@ def _pickled(member: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def backend_member() -> Any:
-    """The name, in a process that another one sends it to."""
+    """Return the name, in a process that another one sends it to."""
     global asked
     # In either case vLLM's own attention would serve under the name.
     if switch() is False:
@@ -116,7 +116,7 @@ def backend_member() -> Any:
 
 
 def wrap(where: Any, name: str, made: Callable[[Any], Any]) -> None:
-    """where.name becomes made(what it was). Twice is once."""
+    """Replace where.name by made(its old value). A second call does nothing."""
     theirs = getattr(where, name)
     if not hasattr(theirs, MARK):
         ours = functools.wraps(theirs, updated=())(made(theirs))
@@ -125,7 +125,7 @@ def wrap(where: Any, name: str, made: Callable[[Any], Any]) -> None:
 
 
 def the_indexer() -> None:
-    """The class of DeepSeek-V4's indexer, where its layer looks it up; V4.1's layer is asked for it (v41.py)."""
+    """Replace the class of DeepSeek-V4's indexer where its layer looks it up; for V4.1 see v41.py."""
     from vllm.config import get_current_vllm_config
     from vllm.models.deepseek_v4 import attention
 
@@ -142,7 +142,7 @@ def the_indexer() -> None:
 
 
 def the_experts() -> None:
-    """The class that loads and runs MXFP4 experts, where the quantisation of DeepSeek-V4 looks it up."""
+    """Replace the class that loads and runs MXFP4 experts where the quantisation of DeepSeek-V4 looks it up."""
     from vllm.config import get_current_vllm_config
     from vllm.models.deepseek_v4 import quant_config
 
@@ -159,7 +159,7 @@ def the_experts() -> None:
 
 
 def on_cuda() -> None:
-    """The functions that choose the attention class of a layer are wrapped where the layer looks them up."""
+    """Wrap the functions that choose the attention class of a layer where the layer looks them up."""
     from vllm.models.deepseek_v4.nvidia import model
     from vllm.models.deepseek_v41 import attention as attention_v41
     from vllm.models.deepseek_v41.nvidia import dspark as dspark_v41
@@ -182,7 +182,7 @@ def on_cuda() -> None:
 
 
 def on_a_cpu() -> None:
-    """The CPU build has one V4 class and one dense backend, and looks at no name."""
+    """Replace the one V4 class and the one dense backend of the CPU build, which looks at no name."""
     from vllm.models.deepseek_v4.cpu import model
     from vllm.platforms.cpu import CpuPlatform
 

@@ -18,7 +18,7 @@ import dsv4
 from dsv4.integrations.vllm import calls, choice, compressor, logger, parts, refuse, say
 from dsv4.integrations.vllm.insertion import insert
 
-HEADS = 128  # of one rank, at most
+HEADS = 128  # heads of one rank, at most
 
 
 class Served:
@@ -28,14 +28,14 @@ class Served:
 
     @classmethod
     def get_padded_num_q_heads(cls, num_heads: int) -> int:
-        """No padding: FlashMLA's kernels need 64 or 128 heads, these any number."""
+        """Return the number unpadded: FlashMLA's kernels need 64 or 128 heads, these accept any number."""
         if not 1 <= num_heads <= HEADS:
             refuse("num_attention_heads", f"{num_heads} on one rank", f"1 to {HEADS}")
         return num_heads
 
 
 class Forward(Served):
-    """The methods that take the place of vLLM's, for the classes below."""
+    """The methods that replace vLLM's, for the classes below."""
 
     compress_ratio: int
     scale: float
@@ -50,7 +50,7 @@ class Forward(Served):
     indexer: Any
 
     def forward_mqa(self, q: Tensor, kv: Tensor, positions: Tensor, output: Tensor) -> None:
-        """output [N, H, 512] = attention of q; the rows are in the caches already."""
+        """Write the attention of q to output [N, H, 512]; the rows are in the caches already."""
         from vllm.forward_context import get_forward_context
         from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention as Theirs
 
@@ -65,7 +65,7 @@ class Forward(Served):
             listed = None
             if self.compress_ratio == 4:
                 listed = self._slots(n, swa, attn)
-            elif self.compress_ratio > 1:  # by the metadata builder, once for all layers
+            elif self.compress_ratio > 1:  # the metadata builder makes the lists once for all layers
                 listed = attn.c128a_global_decode_topk_indices[:, 0], attn.c128a_decode_topk_lens
             self._decode(q[:n], output[:n], swa.decode_swa_indices[:, 0], swa.decode_swa_lens, listed)
             calls["decode"] += 1
@@ -82,7 +82,7 @@ class Forward(Served):
             )
 
     def _fused_qnorm_rope_kv_insert(self, q: Tensor, kv: Tensor, positions: Tensor, attn_metadata: Any) -> Tensor:
-        """Queries [N, H, 512] on their way to attention; the rows kv [N, 512] go into the window's pages."""
+        """Norm and rotate queries [N, H, 512]; store the rows kv [N, 512] in the window's pages."""
         if "insertion" not in parts() or not isinstance(attn_metadata, dict):  # a profile run has no pages
             theirs = super()._fused_qnorm_rope_kv_insert  # type: ignore[misc]
             return theirs(q, kv, positions, attn_metadata)
@@ -94,7 +94,7 @@ class Forward(Served):
         return insert(q, kv, positions, dsv4.Fp8Cache.from_pages(pages), slots, self.rotary_emb.cos_sin_cache, self.eps)
 
     def _slots(self, n: int, swa: Any, attn: Any) -> tuple[Tensor, Tensor]:
-        """The indexer's lists, in rows of the request -> (slots of the page pool [n, K], how many [n])."""
+        """Return the indexer's lists, in rows of the request -> (slots of the page pool [n, K], how many [n])."""
         from vllm.models.deepseek_v4.common.ops import compute_global_topk_indices_and_lens
 
         assert self.topk_indices_buffer is not None
@@ -161,7 +161,9 @@ def copied(theirs: Any, **names: Any) -> Callable[..., None]:
 
 
 def swa_backend(flashmla: Any) -> type:
-    """The window backend of vLLM's module for V4 or V4.1 without FlashMLA's schedule, which its build would ask for."""
+    """Return the window backend of vLLM's module for V4 or V4.1 without FlashMLA's schedule, which its build would
+    need.
+    """
     from vllm.v1.attention.backends.mla import sparse_swa
 
     kinds = [x for name, x in vars(sparse_swa).items() if name.startswith("_LAYER_TYPE_")]
@@ -180,7 +182,7 @@ def swa_backend(flashmla: Any) -> type:
 
 @functools.cache
 def cuda_class() -> type:
-    """The class for the NVIDIA model."""
+    """Return the class for the NVIDIA model."""
     from vllm.models.deepseek_v4.nvidia import flashmla
 
     class Dsv4Attention(Forward, flashmla.DeepseekV4FlashMLAAttention):  # type: ignore[misc]
@@ -196,7 +198,7 @@ def cuda_class() -> type:
 
 @functools.cache
 def cpu_class() -> type:
-    """The class for the CPU model: the NVIDIA model's backends, hence its metadata, on dsv4's CPU path."""
+    """Return the class for the CPU model: the NVIDIA model's backends, hence its metadata, on dsv4's CPU path."""
     from vllm.models.deepseek_v4.cpu.cpu_sparse import DeepseekV4CPUAttention
     from vllm.models.deepseek_v4.nvidia import flashmla
 

@@ -33,7 +33,7 @@ own_rows = False  # while a layer with the model's own rows is built
 
 
 class Forward(Served):
-    """The methods that take the place of vLLM's, for the class below."""
+    """The methods that replace vLLM's, for the class below."""
 
     writes_rows = False  # dsv4 does: into the window, and of the compressor
     is_index_source: bool
@@ -48,13 +48,13 @@ class Forward(Served):
     rotary_emb: Any
     compressor: Any
     indexer: Any
-    listed: tuple[Any, Tensor, Tensor] | None = None  # of a layer with an indexer: (metadata, slots, lengths)
+    listed: tuple[Any, Tensor, Tensor] | None = None  # in a layer with an indexer: (metadata, slots, lengths)
     _static_forward_context: dict[str, Any]
 
     def _forward_decode(
         self, q: Tensor, kv_cache: Tensor | None, swa_metadata: Any, attn_metadata: Any, swa_only: bool, output: Tensor
     ) -> None:
-        """output [n, H, 512] = attention of q [n, H, 512]; each draft token is a query."""
+        """Write the attention of q [n, H, 512] to output [n, H, 512]; each draft token is a query."""
         m = swa_metadata
         more: dict[str, Any] = {}
         if not swa_only:
@@ -115,7 +115,7 @@ class Forward(Served):
         return slots, lengths
 
     def _source(self) -> str:
-        """The layer whose indexer makes this layer's lists."""
+        """Return the layer whose indexer makes this layer's lists."""
         return self.prefix.replace(f".{self.layer_id}.", f".{self.index_source_layer_id}.", 1)
 
     def _indexer_cls(self, k_cache: Any) -> type:
@@ -123,7 +123,7 @@ class Forward(Served):
         return indexer_class(theirs) if "indexer" in parts() else theirs
 
     def _fused_qnorm_rope_kv_insert(self, q: Tensor, kv: Tensor, positions: Tensor, attn_metadata: Any) -> Tensor:
-        """Queries [N, H, 512] on their way to attention; the rows kv [N, 512] go into the window's pages."""
+        """Norm and rotate queries [N, H, 512]; store the rows kv [N, 512] in the window's pages."""
         if not self.writes_rows or not isinstance(attn_metadata, dict):  # a profile run has no pages
             theirs = super()._fused_qnorm_rope_kv_insert  # type: ignore[misc]
             return theirs(q, kv, positions, attn_metadata)
@@ -133,7 +133,7 @@ class Forward(Served):
         return insert(q, kv, positions, window, slots, self.rotary_emb.cos_sin_cache, None)
 
     def forward_kv(self, positions: Tensor, hidden_states: Tensor) -> None:
-        """The rows and keys that forward writes, of tokens that go no further."""
+        """Write the rows and keys of tokens that no later layer processes."""
         from vllm.forward_context import get_forward_context
 
         found = get_forward_context().attn_metadata
@@ -150,7 +150,7 @@ class Forward(Served):
                 self.indexer._produce_k(latent, positions, self.rotary_emb)
 
     def write_window(self, kv: Tensor, positions: Tensor, slots: Tensor) -> None:
-        """kv [>= n, 512], normed, to the slots [n] of the window; -1: nowhere."""
+        """Store kv [>= n, 512], normed, in the slots [n] of the window; -1: nowhere."""
         write(kv, positions, pool(self.swa_cache_layer.kv_cache), slots, self.rotary_emb.cos_sin_cache)
         calls["insert"] += 1
 
@@ -182,7 +182,7 @@ def insert_cache(self: Any, latent: Tensor | None, positions: Tensor, rotary_emb
 
 @functools.cache
 def indexer_class(theirs: Any) -> type:
-    """A subclass of vLLM's indexer that scores by dsv4, and writes FP4 keys where the pages have them."""
+    """Return a subclass of vLLM's indexer that scores by dsv4, and writes FP4 keys if the pages have them."""
     from dsv4.integrations.vllm.indexer import Indexer
 
     class Dsv4Indexer(theirs):  # type: ignore[misc]
@@ -224,7 +224,7 @@ def record_rule(theirs: Callable[[], bool]) -> Callable[[], bool]:
 
 
 def context_rows(theirs: Callable[..., None]) -> Callable[..., None]:
-    """Around vLLM's function that writes rows of the context into the window of a DSpark layer."""
+    """Wrap vLLM's function that writes rows of the context into the window of a DSpark layer."""
 
     def insert_context(attn: Any, kv: Tensor, positions: Tensor, slot_mapping: Tensor) -> None:
         if getattr(attn, "writes_rows", False):
@@ -237,7 +237,7 @@ def context_rows(theirs: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def rows_of_v41(on: bool) -> Iterator[None]:
-    """vLLM's sizes of pages are those of rows of 528 bytes."""
+    """Within, make vLLM's page sizes those of rows of 528 bytes."""
     global own_rows
     before, own_rows = own_rows, on
     try:
@@ -248,7 +248,7 @@ def rows_of_v41(on: bool) -> Iterator[None]:
 
 @functools.cache
 def cuda_class() -> type:
-    """The class for the NVIDIA model."""
+    """Return the class for the NVIDIA model."""
     from vllm.models.deepseek_v41 import attention
     from vllm.models.deepseek_v41.nvidia import flashmla
 
@@ -257,7 +257,7 @@ def cuda_class() -> type:
 
         @property
         def packed_kv_cache_dtype(self) -> str:
-            """What an unspecific --kv-cache-dtype means, while the layer is built."""
+            """The cache dtype that an unspecific --kv-cache-dtype means while the layer is built."""
             return choice.FP4_ROWS if own_rows else super().packed_kv_cache_dtype
 
         def __init__(self, vllm_config: Any, *rest: Any, **options: Any) -> None:
@@ -279,12 +279,12 @@ def cuda_class() -> type:
 
 @functools.cache
 def inserting(theirs: type) -> type:
-    """A subclass of vLLM's compressor whose rows dsv4 writes."""
+    """Return a subclass of vLLM's compressor whose rows dsv4 writes."""
     return type("Compressor", (theirs,), dict(insert_cache=insert_cache))
 
 
 def keep_alignment(cache: Any) -> None:
-    """The pages of index keys share a block with those of rows, and are aligned like them: vLLM asks for both by the
+    """Align the pages of index keys like those of rows, with which they share a block: vLLM determines both by the
     function that record_rule is around, and for this one after the layer is built."""
     theirs = cache.get_kv_cache_spec
 

@@ -50,7 +50,7 @@ class Hidden(NamedTuple):
     scale_ptr: Any  # [width / 128, scale_line]: fp32, or int32 with one byte repeated four times
     width: Any
     scale_line: Any
-    limit: Any  # of SwiGLU
+    limit: Any  # limit of SwiGLU
 
 
 class SlotOutputs(NamedTuple):
@@ -74,7 +74,7 @@ class Choice(NamedTuple):
 class SortOutputs(NamedTuple):
     any_alignment = ("starts_ptr", "slot_ptr", "weight_ptr", "row_ptr", "place_ptr", "signals_ptr")
 
-    starts_ptr: Any  # as in SortedRows
+    starts_ptr: Any  # see SortedRows
     slot_ptr: Any
     weight_ptr: Any
     row_ptr: Any  # int32 [tokens * topk]: the row of each slot, -1 for none
@@ -91,7 +91,7 @@ class Tokens(NamedTuple):
     weights_ptr: Any
     slots: Any  # tokens * topk
     ptr: Any  # [tokens, width]
-    line: Any  # from a token to the next, in eights
+    line: Any  # stride of tokens, in units of 8 elements
     width: Any
     to_ptr: Any  # [rows, width] in codes
     scale_ptr: Any
@@ -136,7 +136,7 @@ class Total(NamedTuple):
 
     shared_ptr: Any  # [tokens, width]
     out_ptr: Any
-    out_line: Any  # in eights
+    out_line: Any  # stride of lines of out, in units of 8 elements
 
 
 class Pieces(NamedTuple):
@@ -154,7 +154,7 @@ class Activations(NamedTuple):
     any_alignment = ("row_ptr", "place_ptr", "scale_ptr")
 
     ptr: Any  # [tokens, width]
-    line: Any  # from a token to the next, in eights
+    line: Any  # stride of tokens, in units of 8 elements
     groups: Any  # groups of 128 columns
     row_ptr: Any
     place_ptr: Any
@@ -171,14 +171,14 @@ class Sums(NamedTuple):
     groups: Any  # groups of 128 columns
     shared_ptr: Any  # [tokens, width]
     out_ptr: Any
-    out_line: Any  # in eights
+    out_line: Any  # stride of lines of out, in units of 8 elements
 
 
 class SharedRows(NamedTuple):
     """x of the shared expert, as it is and rounded. Line and width are in eights."""
 
     ptr: Any  # [tokens, width]
-    line: Any  # from a token to the next
+    line: Any  # stride of tokens
     width: Any
     to_ptr: Any  # [tokens, width]
 
@@ -188,7 +188,7 @@ class SharedHidden(NamedTuple):
 
     ptr: Any  # [tokens, 2 width]
     width: Any
-    limit: Any  # of SwiGLU
+    limit: Any  # limit of SwiGLU
     to_ptr: Any  # [tokens, width]
 
 

@@ -32,7 +32,7 @@ from dsv4.runtime.program import Null, Program, Slot
 
 SORTED_AT_ONCE = 1024  # slots
 COLUMNS = 1024  # columns of a token per program, if there are few tokens
-FEW_TOKENS = 128  # up to this many, programs share the sum of a logit
+FEW_TOKENS = 128  # up to this many tokens, programs share the sum of a logit
 
 
 def supports_moe(p: MoeProblem, layout: str, recipes: Collection[tuple[str, str]]) -> str | None:

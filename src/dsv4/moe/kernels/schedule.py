@@ -16,7 +16,7 @@ def plus(a, b):
 
 @gluon.constexpr_function
 def experts_layout(experts, warps):
-    """Layout of int32 [experts], with all of them in every warp."""
+    """Return the layout of int32 [experts], with all of them in every warp."""
     return gl.BlockedLayout([experts // 32], [32], [warps], [0])
 
 

@@ -24,7 +24,7 @@ class PoolSizes(NamedTuple):
     row_stride: Value
     inverse: Value  # ceil(2^shift / page_rows)
     shift: Value
-    gap: Value  # by TMA: lines between pages
+    gap: Value  # for TMA: lines between pages
 
 
 class Names(NamedTuple):
@@ -33,7 +33,7 @@ class Names(NamedTuple):
     any_alignment = ("list_ptr", "lengths_ptr")
 
     list_ptr: Value  # int32 lines of a query, or of a request
-    line: Value  # from a line to the next
+    line: Value  # stride of lines
     lengths_ptr: Value  # int32 per query
     given: Value  # whether there are lengths; a length that is not given is the width
     width: Value  # most rows that are named
@@ -55,10 +55,10 @@ class Rope(NamedTuple):
     any_alignment = ("cos_sin_ptr", "positions_ptr")
 
     cos_sin_ptr: Value
-    positions_ptr: Value  # of the queries
+    positions_ptr: Value  # positions of the queries
     positions: Value  # lines of cos_sin
     width: Value
-    line: Value  # from a line of cos_sin to the next
+    line: Value  # stride of lines of cos_sin
 
 
 class Output(NamedTuple):

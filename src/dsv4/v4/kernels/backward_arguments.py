@@ -20,7 +20,7 @@ class PlainPools(NamedTuple):
     window_ptr: Value
     window_rows: Value
     window_stride: Value
-    window_blocks: Value  # of a list: the first name window rows, the others compressed ones
+    window_blocks: Value  # blocks of a list: the first ones name window rows, the others compressed ones
     compressed_ptr: Value
     compressed_stride: Value
 
@@ -50,10 +50,10 @@ class Query:
 
     number: Value
     head: Value
-    heads: Value  # in all
-    line: Value  # of row numbers: compressed rows after the window's, -1 = nothing there
-    width: Value  # its entries
-    blocks: Value  # of 64 entries that name something
+    heads: Value  # heads in all
+    line: Value  # stride of lists of row numbers: compressed rows after the window's, -1 = nothing there
+    width: Value  # entries of a list
+    blocks: Value  # blocks of 64 entries that name something
 
 
 class Terms(NamedTuple):

@@ -41,7 +41,7 @@ class QuerySizes(NamedTuple):
     has_dlse: Value
     positions: Value  # lines of cos_sin
     rope_width: Value
-    rope_line: Value  # from a line of cos_sin to the next
+    rope_line: Value  # stride of lines of cos_sin
     scale: Value
 
 
@@ -149,7 +149,7 @@ class Numbered(NamedTuple):
     has_lengths: Value
     stride: Value
     entries: Value
-    rows: Value  # of the pool
+    rows: Value  # rows of the pool
 
 
 @gluon.jit

@@ -16,7 +16,7 @@ from dsv4.kernels.compat import gl, gluon
 
 EXPONENT = gl.constexpr(14)  # exponent of the largest factor
 BIAS = gl.constexpr(127)  # bias of an fp32 exponent
-LEAST = gl.constexpr(2.0**-96)  # of what is divided by: its factors are normal numbers, and so is a product of two
+LEAST = gl.constexpr(2.0**-96)  # least divisor: its factors are normal numbers, and so is a product of two
 
 
 @gluon.jit

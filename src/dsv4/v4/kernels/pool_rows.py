@@ -91,8 +91,8 @@ def load_words(ptr, data, there, FIRST: gl.constexpr, N: gl.constexpr, UNIT: gl.
 
 @gluon.constexpr_function
 def codes_layout(warps, panels, panel_words, words=4):
-    """Layout of codes: `words` of 32 bits of each of several panels per thread."""
-    lanes = panel_words // words  # of a row
+    """Return the layout of codes: `words` of 32 bits of each of several panels per thread."""
+    lanes = panel_words // words  # lanes of a row
     return gl.BlockedLayout([1, panels, words], [32 // lanes, 1, lanes], [warps, 1, 1], [2, 1, 0])
 
 

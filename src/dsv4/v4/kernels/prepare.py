@@ -207,7 +207,7 @@ def prepare_sparse(
 
 def _splits(p: V4Problem, target: Target, tiles: int, step: int, many_rows: int) -> tuple[int, int]:
     """Return (number of splits, least steps per split or 0 = enough to use all splits)."""
-    if p.deterministic:  # only a query's own rows may matter
+    if p.deterministic:  # the result may depend on a query's own rows only
         splits, each = deterministic_cut(p.q_heads, p.max_seqlen_k)
         return max(splits, 1), each // step
     if p.num_splits > 0:

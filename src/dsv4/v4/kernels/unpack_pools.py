@@ -20,9 +20,9 @@ from dsv4.v4.kernels.prepare import pool_sizes, unit_of
 from dsv4.v4.problem import V4Problem
 
 LISTED = 12  # times that a row must be listed for its conversion ahead of time to pay
-ROWS = 32  # of a program
+ROWS = 32  # rows of a program
 WARPS = 8
-THREADS = 8  # that read 64 values of a row
+THREADS = 8  # threads that read 64 values of a row
 
 
 @gluon.jit

@@ -33,7 +33,7 @@ DEVICE = ("--cuda-device-only", "-O3", "-S", "-mllvm", "-inline-threshold=20000"
 HOST = ("--cuda-host-only", "-O1", "-fPIC", "-c")
 LINK = ("-shared", "-Wl,-z,defs", "-Wl,-Bsymbolic", "-Wl,--wrap=exit", "-Wl,--wrap=abort")
 IR = ("-x", "ir", "--target=nvptx64-nvidia-cuda", "-nocudalib", "-O3", "-S", "-Xclang", "-disable-llvm-passes")
-CLUSTER_HEADERS = ("host_defines.h", "cuda_runtime.h", "softsm_toolkit.h")  # they define __cluster_dims__
+CLUSTER_HEADERS = ("host_defines.h", "cuda_runtime.h", "softsm_toolkit.h")  # headers that define __cluster_dims__
 OWN_HEADERS = (
     "softsm's own headers were used, which have no more than the essentials: with CUDA_HOME=folder of a CUDA toolkit "
     "(or --clang-flags --cuda-path=folder) the toolkit's serve"
@@ -54,7 +54,7 @@ class Program:
 
 
 def find_clang() -> str:
-    """The newest clang++ of this machine, or the one that SOFTSM_CLANG names."""
+    """Returns the newest clang++ of this machine, or the one that SOFTSM_CLANG names."""
     named = os.environ.get("SOFTSM_CLANG")
     names = [named] if named else [*(f"clang++-{n}" for n in range(40, OLDEST - 1, -1)), "clang++"]
     for name in names:
@@ -74,7 +74,7 @@ def version_of(clang: str) -> int:
 
 
 def headers(flags: Sequence[str]) -> list[str]:
-    """A toolkit's, or softsm's own."""
+    """Returns the flags for a toolkit's headers, or for softsm's own."""
     toolkit = ["-idirafter", str(HERE / "toolkit"), "-include", "softsm_toolkit.h"]  # what it lacks
     if any(flag.startswith("--cuda-path") for flag in flags):
         return toolkit
@@ -109,7 +109,7 @@ def digest(data: bytes) -> str:
 
 
 def build(common: list[str], file: Path, arch: str, folder: Path, used: Sequence[Path]) -> None:
-    """What clang makes of the program, without the runtime: kernels.ptx and program.o."""
+    """Compiles the program by clang, without the runtime, to kernels.ptx and program.o."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as made:
         at, whole = Path(made), Path(made) / "whole"
@@ -130,8 +130,8 @@ def build(common: list[str], file: Path, arch: str, folder: Path, used: Sequence
 
 
 def clustered(device: list[str], back_end: list[str], at: Path, ptx: Path) -> None:
-    """clang 22 drops __cluster_dims__. softsm's headers make an annotation of it, which is in LLVM's text, not in PTX;
-    there the directive is written after the kernel's parameters."""
+    """Restores __cluster_dims__, which clang 22 drops. softsm's headers make it an annotation, which is in LLVM's
+    text, not in PTX; there the directive is written after the kernel's parameters."""
     text = run([*device, "-", "-emit-llvm"])
     dims = cluster_dims(text)
     (at / "kernels.ll").write_text(re.sub(r"^@llvm\.global\.annotations = .*\n", "", text, flags=re.M))

@@ -31,10 +31,10 @@ from softsm.ptx.cplusplus import readable
 
 SUCCESS, INVALID_VALUE, NO_MEMORY, INVALID_CONFIGURATION = 0, 1, 2, 9
 INVALID_SYMBOL, INVALID_FUNCTION, INVALID_DEVICE, LAUNCH_FAILURE, TOO_LARGE = 13, 98, 101, 719, 720
-STATUS = {"out-of-bounds": 700, "assert": 710, "misaligned": 716}  # of what stopped a kernel, by its code
+STATUS = {"out-of-bounds": 700, "assert": 710, "misaligned": 716}  # by code: the CUDA error of what stopped a kernel
 DEPENDENT, COOPERATIVE = 1, 2  # how a kernel is launched
 WITHOUT_ASKING = 48 << 10  # bytes of shared memory; more of them need cudaFuncSetAttribute
-ALIGNED = 512  # as cudaMalloc does
+ALIGNED = 512  # alignment of cudaMalloc
 MOST_BYTES = 1 << 36
 
 INT, UINT, SIZE, AT, TEXT = ctypes.c_int, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_char_p
@@ -71,22 +71,22 @@ class Runtime:
 
     def __init__(self, arch: str, sms: int, ranks: int = 1, **options: Any):
         self.arch, self.sms, self.options = arch, sms, options
-        self.device = 0  # that the program has selected
+        self.device = 0  # device that the program has selected
         self.waiting: list[list[Launch]] = [[] for _ in range(ranks)]  # kernels of each device
         self.behind: set[int] = set()  # devices whose next kernel waits for an event
-        self.kernels: dict[int, Kernel] = {}  # by the address of the host function
-        self.names: dict[int, str] = {}  # of variables, by the address of the host's shadow
+        self.kernels: dict[int, Kernel] = {}  # by address of the host function
+        self.names: dict[int, str] = {}  # names of variables, by address of the host's shadow
         self.variables: dict[str, np.ndarray] = {}
         self.live: dict[int, tuple[int, np.ndarray]] = {}  # address -> size, what keeps it
         self.texts: list[str] = []
         self.dynamic: dict[Kernel, int] = {}  # most bytes of dynamic shared memory that the program asked for
-        self.workspace = np.zeros(2, np.uint32)  # of cooperative launches: its size, and the barrier of the grid
+        self.workspace = np.zeros(2, np.uint32)  # for cooperative launches: the size, and the barrier of the grid
         self.count = 0
         self.failure: BaseException | None = None
         self.flush: Callable[[], None] = lambda: None  # what the host has printed comes first
 
     def served(self, name: str, function: Callable) -> Callable:
-        """What C calls: no exception leaves it."""
+        """Wraps a function that C calls: no exception leaves it."""
         result = SERVED[name][0]
 
         def call(*arguments: Any) -> int | None:
@@ -152,7 +152,7 @@ class Runtime:
     def copy(self, to: int | None, source: int | None, size: int, kind: int) -> int:
         """kind: cudaMemcpyKind. A device address that no allocation holds is an error, as on a GPU."""
         self.synchronise()
-        if self.failure is not None:  # it stays
+        if self.failure is not None:  # an error stays
             return self.failed()
         device = {1: (to,), 2: (source,), 3: (to, source)}.get(kind, ())
         symbols = [(a.ctypes.data, a.nbytes) for a in self.variables.values()]
@@ -256,7 +256,7 @@ class Runtime:
                     together(launches, follows and not any(x is not None and x.ordered for x in launches))
                 else:
                     first.run()
-            except ValueError as problem:  # of the launch: too many threads, a grid that clusters do not divide
+            except ValueError as problem:  # the launch is invalid: too many threads, a grid that clusters do not divide
                 print(f"softsm: {readable(first.kernel.name)}: {problem}", file=sys.stderr)
                 status = INVALID_CONFIGURATION
             follows = True
@@ -302,7 +302,7 @@ class Runtime:
     # ---- the program -------------------------------------------------------------------------------------------
 
     def call(self, program: Program, words: Sequence[str]) -> int:
-        """main(); its status. What stopped a kernel is raised after it."""
+        """Runs main() and returns its status, then raises what stopped a kernel."""
         functions = [
             ctypes.CFUNCTYPE(result, *arguments)(self.served(name, getattr(self, name)))
             for name, (result, arguments) in SERVED.items()
@@ -329,7 +329,7 @@ class Runtime:
 
 @contextlib.contextmanager
 def printed() -> Iterator[Callable[[], None]]:
-    """What C prints goes where Python's prints go: standard output may be redirected, in Python alone."""
+    """Sends what C prints where Python's prints go: standard output may be redirected in Python alone."""
     sys.stdout.flush()
     with tempfile.TemporaryFile() as file:
         saved, at = os.dup(1), 0

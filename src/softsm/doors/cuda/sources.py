@@ -1,4 +1,4 @@
-"""Published sources that clang does not take as they are: what it reads instead.
+"""Corrected copies of published sources that clang does not accept unchanged.
 
 The files stay untouched. Where one of these is included, clang gets a corrected copy in its place (-ivfsoverlay).
 """
@@ -53,8 +53,8 @@ CORRECTIONS: dict[str, list[tuple[str, str]]] = {
 
 
 def macros(arch: str) -> list[str]:
-    """CUTLASS asks for the version of nvcc, and expects neither Blackwell nor __grid_constant__ from clang; without the
-    latter, tensor maps are copied to local memory."""
+    """Returns macros for CUTLASS, which checks the version of nvcc, and expects neither Blackwell nor
+    __grid_constant__ from clang; without the latter, tensor maps are copied to local memory."""
     number = arch.removeprefix("sm_").rstrip("af")
     nvcc = ["-D__CUDACC_VER_MAJOR__=12", "-D__CUDACC_VER_MINOR__=9", "-D__CUDACC_VER_BUILD__=0"]
     nvcc += ["-DCUTLASS_GRID_CONSTANT_SUPPORTED"]
@@ -67,10 +67,10 @@ def macros(arch: str) -> list[str]:
 
 
 def rules(files: Iterable[Path]) -> dict[Path, list[tuple[str, str]]]:
-    """The known ones of these files, each with its corrections."""
+    """Returns the files that need corrections, each with its corrections."""
     names = {end.rpartition("/")[2] for end in CORRECTIONS}
     found = {}
-    for file in (x for x in files if x.name in names):  # of thousands: a path takes its time to resolve
+    for file in (x for x in files if x.name in names):  # one of thousands: resolving a path takes time
         path = file.resolve().as_posix()
         known = next((rules for end, rules in CORRECTIONS.items() if path.endswith(end)), None)
         if known is not None:
@@ -79,7 +79,7 @@ def rules(files: Iterable[Path]) -> dict[Path, list[tuple[str, str]]]:
 
 
 def corrected(files: Iterable[Path], folder: Path) -> list[str]:
-    """Flags that let clang read corrected copies, which are written to the folder, of those files that need it."""
+    """Writes corrected copies of files that need it to the folder; returns flags that let clang read them."""
     roots: list[dict[str, str]] = []
     for file, known in rules(files).items():
         text = new = file.read_text()

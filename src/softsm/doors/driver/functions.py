@@ -49,9 +49,9 @@ MAX_DYNAMIC_SHARED = 8  # attribute of a function
 MAJOR, MINOR = 75, 76  # attributes of a device: its compute capability
 PACKAGES = ("cuda.bindings", "pycuda")
 CONTEXT, STREAM, POOL = 0xC0, 0x50, 0x90  # what handles are, where there is one of a kind
-VERSION = 12080  # of the driver
+VERSION = 12080  # version of the driver
 TOGETHER, CLUSTER, PROGRAMMATIC = 2, 4, 6  # attributes of a launch
-ATTRIBUTE_BYTES = 72  # of one of them
+ATTRIBUTE_BYTES = 72  # bytes of one attribute
 EXTRA_END, EXTRA_BUFFER, EXTRA_SIZE = 0, 1, 2  # CU_LAUNCH_PARAM_...
 PITCH = 512  # bytes to which rows of pitched memory are padded
 DONE = (
@@ -62,7 +62,7 @@ DONE = (
     "cuDeviceSetMemPool cuMemPoolDestroy cuMemPoolTrimTo cuProfilerStart cuProfilerStop cuFuncSetCacheConfig "
     "cuCtxSetLimit cuCtxSetCacheConfig cuCtxSetSharedMemConfig cuMemHostRegister cuMemHostUnregister cuCtxDetach "
     "cuFuncSetBlockShape cuFuncSetSharedSize"
-).split()  # there is nothing to do
+).split()  # functions with nothing to do
 # PyCUDA is linked against these and could not be imported without them. A call of one is an error that names it.
 LINKED = (
     "cuArray3DCreate cuArray3DGetDescriptor cuArrayCreate cuArrayDestroy cuArrayGetDescriptor cuCtxDisablePeerAccess "
@@ -102,12 +102,12 @@ def write(at: int, form: str, *values: Any) -> int:
 
 
 def number(slot: int) -> int:
-    """The upper half of a slot with 32 bits is anything."""
+    """Returns the number in a slot; the upper half of a 32-bit one is undefined."""
     return slot & 0xFFFFFFFF
 
 
 def in_one_buffer(kernel: Kernel, extra: int) -> ctypes.Array:
-    """The addresses of arguments that a launch gives as one buffer (CU_LAUNCH_PARAM_BUFFER_POINTER)."""
+    """Returns the addresses of arguments that a launch gives as one buffer (CU_LAUNCH_PARAM_BUFFER_POINTER)."""
     pairs: dict[int, int] = {}
     while (key := read(extra, "Q")[0]) != EXTRA_END:
         pairs[key], extra = read(extra + 8, "Q")[0], extra + 16
@@ -134,14 +134,14 @@ class Driver(Runtime):
         self.modules: dict[int, Module] = {}  # by handle
         self.loaded: dict[int, Kernel] = {}  # kernels by handle
         self.context = 0
-        self.strings: list[ctypes.Array] = []  # they stay where the program has their addresses
+        self.strings: list[ctypes.Array] = []  # kept because the program has their addresses
 
     @classmethod
     def functions(cls) -> list[str]:
         return sorted({*DONE, *SAYS, *(name for name in dir(cls) if name.startswith("cu"))})
 
     def serve(self, name: str, a: list[int]) -> int:
-        """What the library calls: no exception leaves it."""
+        """Serves a call of the library: no exception leaves it."""
         try:
             if name in DONE:
                 return SUCCESS

@@ -19,7 +19,7 @@ from softsm.engine.cache import cache_folder
 from softsm.errors import SoftsmError
 
 SONAME = "libcuda.so.1"
-SLOTS = 12  # of the longest argument list; what a shorter one leaves after them is not read
+SLOTS = 12  # slots of the longest argument list; a shorter one leaves the rest unread
 HANDLER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_uint64))
 
 # Arguments are integers and pointers: on x86-64 and aarch64 each has a register, or 8 bytes on the stack.
@@ -56,8 +56,8 @@ int cuGetProcAddress_v2(const char *name, void **at, int version, u64 flags, int
 
 
 def source(names: Sequence[str], linked: Sequence[str]) -> str:
-    """C with a function for each name, and for the name that cuda.h makes of it (_v2). cuGetProcAddress finds those of
-    `names` alone."""
+    """Returns C with a function for each name, and for the name that cuda.h makes of it (_v2). cuGetProcAddress
+    finds those of `names` alone."""
     given = ", ".join(f"u64 a{k}" for k in range(SLOTS))
     listed = ", ".join(f"a{k}" for k in range(SLOTS))
     lines = [HEAD]
@@ -71,7 +71,7 @@ def source(names: Sequence[str], linked: Sequence[str]) -> str:
 
 
 def built(names: Sequence[str], linked: Sequence[str]) -> Path:
-    """The library, made if it was not yet."""
+    """Returns the library, building it if necessary."""
     text = source(names, linked)
     folder = cache_folder() / "driver" / hashlib.sha256(text.encode()).hexdigest()[:32]
     if not (folder / SONAME).is_file():

@@ -10,14 +10,14 @@ from softsm.doors.triton.runtime import bench_once
 
 
 def choices(arch: str) -> property:
-    """`Autotuner.cache` for this target. It stays with the autotuner, for the next use of the same target."""
+    """Returns `Autotuner.cache` for this target. It stays with the autotuner, for the next use of the same target."""
     name = f"softsm {arch}"
 
     def get(tuner) -> dict:
         return vars(tuner).setdefault(name, {})
 
     def put(tuner, cache: dict) -> None:
-        vars(tuner).setdefault("cache", {})  # made here: it needs one for afterwards, too
+        vars(tuner).setdefault("cache", {})  # made here because it is also needed afterwards
         vars(tuner)[name] = cache
 
     return property(get, put)

@@ -1,5 +1,5 @@
-"""Triton's NVIDIA compiler, cut off after the PTX: no ptxas, the PTX text itself is the binary. Only who asks for a
-kernel's `asm["cubin"]` or `asm["sass"]` has ptxas make it."""
+"""Triton's NVIDIA compiler without its last step: the PTX text itself is the binary. ptxas runs only if a program
+reads a kernel's `asm["cubin"]` or `asm["sass"]`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class SoftsmBackend(nvidia.CUDABackend):
         return target.backend == "cuda"
 
     def parse_options(self, opts):
-        """Where a program does not say so, sums and products fuse as Triton has it by default. Said here: 3.9 warns
-        whoever leaves it open, and a first check should begin with what was found."""
+        """Fuses sums and products as Triton does by default, unless the program decides. Triton 3.9 warns about an open
+        choice, and the output of a check should begin with its findings."""
         if opts.get("enable_fp_fusion") is None:
             opts = {**opts, "enable_fp_fusion": nvidia.knobs.language.default_fp_fusion}
         return super().parse_options(opts)
@@ -34,12 +34,12 @@ class SoftsmBackend(nvidia.CUDABackend):
         stages[EXTENSION] = lambda ptx, metadata: ptx.encode()
 
     def hash(self) -> str:
-        """Part of the cache key: differs from the stock compiler's, so that their results never mix."""
+        """Returns a part of the cache key that differs from the stock compiler's, so that their results never mix."""
         return f"softsm-{VERSION}-{super().hash()}"
 
 
 def on_demand(missing):
-    """`AsmDict.__missing__`: what Triton itself makes when it is asked for, and the cubin."""
+    """Replaces `AsmDict.__missing__`: adds the cubin to what Triton itself makes on demand."""
 
     def made(asm, key: str):
         if key != "cubin" or EXTENSION not in asm:

@@ -17,7 +17,7 @@ PARTS = ("_C", "backends", "compiler", "language", "runtime")
 
 
 def files_of(package: Path) -> str:
-    """A hash that differs when a file of the package does, by name, size and time."""
+    """Returns a hash that differs when a file of the package does, by name, size and time."""
     found = []
     for part in PARTS:
         for folder, folders, names in os.walk(package / part):
@@ -29,7 +29,7 @@ def files_of(package: Path) -> str:
 
 
 def kept(triton_key: Callable[[], str], package: Path) -> Callable[[], str]:
-    """The same function; its answer is on disk from the first call on."""
+    """Returns the same function with its result kept on disk from the first call on."""
 
     @functools.cache
     def key() -> str:

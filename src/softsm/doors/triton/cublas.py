@@ -15,11 +15,11 @@ class CublasLt:
         pass
 
     def matmul(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
-        """c = a b^T."""
+        """Computes c = a b^T."""
         c.copy_(a.float() @ b.float().t())
 
     def gemm(self, a, b, c, d, alpha: float, beta: float) -> None:
-        """d = alpha a b^T + beta c."""
+        """Computes d = alpha a b^T + beta c."""
         d.copy_(alpha * (a.float() @ b.float().t()) + beta * c.float())
 
     def block_scaled_matmul_mxfp8(self, a, b, out, scale_a, scale_b) -> None:
@@ -42,5 +42,5 @@ def _scales(flat: torch.Tensor, rows: int, vector: int) -> torch.Tensor:
 
 
 def _unpacked(x: torch.Tensor) -> torch.Tensor:
-    """Two e2m1 numbers per byte, the first in the low half."""
+    """Unpacks two e2m1 numbers per byte, the first in the low half."""
     return E2M1[torch.stack([x & 15, x >> 4], -1).reshape(x.shape[0], -1).long()]

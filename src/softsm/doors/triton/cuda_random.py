@@ -1,4 +1,4 @@
-"""torch.cuda's generators: CPU generators that also count Philox offsets, as kernels with dropout ask for them."""
+"""torch.cuda's generators: CPU generators that also count Philox offsets, which kernels with dropout need."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class DefaultGenerator(Generator):
 
 
 def answers() -> dict[str, object]:
-    """What torch.cuda says about random numbers. Numbers without a generator come from the CPU's own."""
+    """Returns torch.cuda's functions for random numbers. Without a generator, the CPU's default one is used."""
     default = DefaultGenerator()
 
     def manual_seed(seed: int) -> None:

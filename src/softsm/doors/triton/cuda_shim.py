@@ -1,6 +1,6 @@
-"""What programs need that say device="cuda": CPU tensors that claim to be on the GPU, and a torch.cuda that answers.
+"""CPU tensors that claim to be on the GPU, and a working torch.cuda, for programs with device="cuda".
 
-Off unless asked for. Moving a tensor between "cuda" and "cpu" copies it, as it would between two memories.
+Off by default. Moving a tensor between "cuda" and "cpu" copies it, as it would between two memories.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _on_cpu(x: Any) -> Any:
 
 
 def _is_index(x: object) -> bool:
-    """A device given by its number, as in x.to(0) or device=0."""
+    """Returns whether a device is given by its number, as in x.to(0) or device=0."""
     return isinstance(x, int) and not isinstance(x, bool)
 
 
@@ -135,11 +135,11 @@ class Stream:
 
 
 class Device(contextlib.nullcontext):
-    """torch.cuda.device; a class, as torch itself asks for its instances."""
+    """torch.cuda.device; a class, because torch itself checks for its instances."""
 
 
 class CudaShim:
-    """Installed when made; `remove` takes it away."""
+    """The shim, installed when it is created; `remove` uninstalls it."""
 
     def __init__(self, use: InUse):
         if torch.cuda.is_available():
@@ -259,7 +259,7 @@ class CudaShim:
         self._patches.set(nvidia.cublas, "CublasLt", CublasLt)
 
     def _replace_autocast(self) -> None:
-        """Mixed precision of "cuda" is the CPU's, with the GPU's default type."""
+        """Makes mixed precision of "cuda" that of the CPU, with the GPU's default type."""
         autocast = torch.amp.autocast_mode.autocast
         make, enabled, dtype = autocast.__init__, torch.is_autocast_enabled, torch.get_autocast_dtype
 
@@ -274,7 +274,7 @@ class CudaShim:
         self._patches.set(torch, "get_autocast_gpu_dtype", lambda: dtype("cpu"))
 
     def _replace_operators(self) -> None:
-        """What a package registers for CUDA with torch.library serves tensors here, which are the CPU's."""
+        """Uses what a package registers for CUDA with torch.library for the tensors here, which are the CPU's."""
         register = torch.library.Library.impl
         served = set()
 
@@ -283,7 +283,7 @@ class CudaShim:
                 register(library, op_name, fn, dispatch_key, **options)
             if dispatch_key == "CUDA":
                 served.add((library, op_name))
-                with warnings.catch_warnings(action="ignore"):  # it may replace a kernel for the CPU
+                with warnings.catch_warnings(action="ignore"):  # the registration may replace a kernel for the CPU
                     register(library, op_name, fn, "CPU", **options)
 
         self._patches.set(torch.library.Library, "impl", impl)

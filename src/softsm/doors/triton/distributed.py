@@ -1,7 +1,7 @@
-"""torch.distributed for the ranks of `softsm.use(arch, ranks=N)`: what programs of several GPUs ask of it.
+"""torch.distributed for the ranks of `softsm.use(arch, ranks=N)`: the functions that programs of several GPUs use.
 
 Ranks are threads of one process (engine/ranks.py), so a collective is an exchange of values, and symmetric memory is
-ordinary memory whose addresses all ranks know. Outside of a rank's program torch's own functions answer.
+ordinary memory whose addresses all ranks know. Outside of a rank's program torch's own functions run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OPS: dict[Any, Any] = {
 
 
 def meeting() -> Meeting | None:
-    """The meeting of the rank whose program runs, or None outside of one."""
+    """Returns the meeting of the rank whose program runs, or None outside of one."""
     return current_options().meeting
 
 
@@ -208,7 +208,7 @@ SYMMETRIC: dict[str, Any] = {
 
 @contextlib.contextmanager
 def environment(count: int) -> Iterator[Callable[[int], None]]:
-    """The variables that torchrun sets. Yields what sets them for the rank that goes on."""
+    """Sets the variables that torchrun sets. Yields a function that sets them for the next rank."""
     before = {name: os.environ.get(name) for name in VARIABLES}
 
     def turn(rank: int) -> None:

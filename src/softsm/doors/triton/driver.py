@@ -1,4 +1,4 @@
-"""Triton imports this module while it looks for drivers, and wants exactly one concrete DriverBase in it.
+"""Triton imports this module while it looks for drivers, and requires exactly one concrete DriverBase in it.
 
 Without SOFTSM in the environment that is a class which is never active: nothing heavy is imported, nothing patched.
 """

@@ -20,11 +20,11 @@ class InUse:
         raise NotImplementedError  # install.py
 
 
-stack: list[InUse] = []  # of the thread that owns Triton's driver now
+stack: list[InUse] = []  # uses of the thread that owns Triton's driver now
 
 
 def current() -> InUse | None:
-    """The innermost use, or None."""
+    """Returns the innermost use, or None."""
     return stack[-1] if stack else None
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from softsm.doors.triton.cuda_shim import CudaShim
     from softsm.doors.triton.inductor import BenchOnce
 
-_guests: set[Use] = set()  # of the other threads
+_guests: set[Use] = set()  # uses of the other threads
 _ended: set[Use] = set()  # stopped while there were guests
 _lock = threading.RLock()
 
@@ -115,7 +115,7 @@ class Use(InUse):
         self.patch_triton(triton.testing)
 
     def patch_triton(self, testing) -> None:
-        """Replaces what a program asks of Triton besides launches. All of Triton is imported by now."""
+        """Replaces what a program uses of Triton besides launches. All of Triton is imported by now."""
         import triton
         from triton.compiler.compiler import AsmDict
         from triton.runtime import autotuner, cache
@@ -151,7 +151,7 @@ class Use(InUse):
             return run_ranks(self.ranks, of_rank, turn=turn)
 
     def stop(self) -> None:
-        """Back to how it was, when the last guest has left. Uses end in the reverse order of their beginning."""
+        """Restores everything when the last guest has left. Uses end in the reverse order of their beginning."""
         with _lock:
             if self in _guests:
                 _guests.remove(self)

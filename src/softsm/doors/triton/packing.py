@@ -32,7 +32,7 @@ class Packer:
 
     def add(self, type_: object, value: object, name: str) -> None:
         if isinstance(type_, tuple):
-            fields = getattr(value, "_fields", None)  # of a NamedTuple
+            fields = getattr(value, "_fields", None)  # fields of a NamedTuple
             for i, (inner, item) in enumerate(zip(type_, value)):  # type: ignore[call-overload]
                 self.add(inner, item, f"{name}.{fields[i]}" if fields else f"{name}[{i}]")
         elif type_ == "constexpr":

@@ -76,8 +76,8 @@ def _sms() -> int:
 
 
 def _scratch(size: int, align: int, allocate, stream):
-    """What the program's allocator gives for exactly this request. CPU memory is aligned to 64 bytes only; where that
-    is not enough the kernel gets memory of ours, which no program can tell from its own."""
+    """Returns what the program's allocator gives for exactly this request. CPU memory is aligned to 64 bytes only;
+    where that is not enough the kernel gets memory of ours, which no program can tell from its own."""
     if size == 0:
         return None
     buffer = allocate(size, align, stream)
@@ -115,7 +115,7 @@ class Event:
 
 
 def bench_once(call, *args, quantiles=None, return_mode="mean", **_):
-    """What `do_bench` is while softsm is in use: one call, and its predicted time within `softsm.timing()`, else a
+    """Replaces `do_bench` while softsm is in use: one call, and its predicted time within `softsm.timing()`, else a
     microsecond for a thousand warp instructions. So an autotuner's choice, and with it the result of a program, does
     not depend on how busy the machine is."""
     if in_use.current() is None:  # an autotuner kept this function beyond softsm's time
@@ -142,7 +142,9 @@ class Utils:
         self.driver = driver
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int):
-        """-> module, function, registers, spills, most threads. No module: nothing to unload when Triton lets go."""
+        """Returns (module, function, registers, spills, most threads); no module, because there is nothing to
+        unload.
+        """
         return None, load(binary.decode(), name), REGISTERS, 0, 1024
 
     def unload_module(self, module) -> None:

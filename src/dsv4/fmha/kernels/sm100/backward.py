@@ -93,7 +93,7 @@ def operands(x: Packed) -> tuple[list[TensorDescriptor], RaggedTiles]:
 def prepare_tiles(program: Program, x: Packed) -> None:
     """Add the kernels that keep scores out of memory."""
     (q, dout, k, v), ragged = operands(x)
-    starts = (x.lse2, x.lse2, 0) if x.sequences is None else (*x.sequences[:2], x.sequences.count)  # or unread
+    starts = (x.lse2, x.lse2, 0) if x.sequences is None else (*x.sequences[:2], x.sequences.count)  # else: not read
     common: dict[str, Any] = dict(
         tensors=GradientTensors(x.lse2, x.delta, *starts[:2]),
         whole=GradientSizes(**x.sizes, sequences=starts[2]),

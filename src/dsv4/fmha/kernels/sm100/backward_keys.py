@@ -186,7 +186,7 @@ def mma_role(memory, work, D: gl.constexpr):
 def score_role(memory, work, sizes, numbers, result, H: gl.constexpr, D: gl.constexpr, SCALED: gl.constexpr):
     """Compute P, then dS, of rows 64 H .. 64 H + 63 of every tile, and finally store dK or dV."""
     HALVES: gl.constexpr = TensorMemoryLayout([128, 64], col_stride=1)
-    COLUMNS: gl.constexpr = 32  # at a time: the add role leaves no registers for more
+    COLUMNS: gl.constexpr = 32  # columns at a time: the add role leaves no registers for more
     PARTS: gl.constexpr = 64 // COLUMNS
     s = memory.s.reinterpret(gl.float32, [2, 128, 64], HALVES).index(H)
     dp = memory.dp.reinterpret(gl.float32, [2, 128, 64], HALVES).index(H)
@@ -218,7 +218,7 @@ def score_role(memory, work, sizes, numbers, result, H: gl.constexpr, D: gl.cons
             p += (p_c,)
             score += (score_c,)
         memory.p_ready.arrive(0)
-        delta = column_numbers(memory, 2 * at_q.index + 1, H * 64, L, COLUMNS)  # before the wait
+        delta = column_numbers(memory, 2 * at_q.index + 1, H * 64, L, COLUMNS)  # loaded before the wait
         memory.dp_ready.wait(0, j % 2)
         ds = ()
         for c in gl.static_range(PARTS):

@@ -31,8 +31,8 @@ from dsv4.fmha.kernels.sm100.entry import tiling
 FLOPS_PER_CLOCK = 8192
 EXPONENTIALS_PER_CLOCK = 16
 SHARED_BYTES_PER_CLOCK = 128
-MMA_K = 16  # of one tcgen05.mma with 16-bit operands
-MMA_N = 256  # at most
+MMA_K = 16  # k of one tcgen05.mma with 16-bit operands
+MMA_N = 256  # n of one tcgen05.mma, at most
 DEVICE_BYTES_PER_CLOCK = 29
 
 
@@ -94,8 +94,8 @@ def budget(head_dim: int, p_tmem: bool) -> Budget:
 
 
 def pair_budget() -> Budget:
-    """The budget of one CTA of a pair at head dim 512, which shares its products: half of K and half of V are in its
-    memory."""
+    """Return the budget of one CTA of a pair at head dim 512, which shares its products: half of K and half of V are in
+    its memory."""
     rows, keys, d = 64, 128, 512
     half, scores = keys * d, rows * keys  # bytes of half a tile; elements
     shared = 2 * half + rows * d * 2 + 2 * half + (1 + d // MMA_N) * 2 * scores
@@ -119,7 +119,7 @@ class SparseBudget:
     """The budget of one CTA for a block of listed rows and 64 heads of one query."""
 
     rows: str  # bf16, fp8
-    ctas: int  # that share the products
+    ctas: int  # CTAs that share the products
     keys: int
     mma: int
     tensor_cycles: int
@@ -127,7 +127,7 @@ class SparseBudget:
     shared_bytes: int
     shared_cycles: int
     l2_bytes: int
-    device_bytes: int  # where no row is found in L2, and the two CTAs of a pair read a row once
+    device_bytes: int  # bytes from device memory if no row is found in L2, and the two CTAs of a pair read a row once
     device_cycles: int
 
 

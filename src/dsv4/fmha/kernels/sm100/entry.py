@@ -22,7 +22,7 @@ from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program
 
 MAX_SHARED = 232_448  # bytes per CTA
-MAX_COLUMNS = 512  # of tensor memory
+MAX_COLUMNS = 512  # columns of tensor memory
 PAIR = Tiling(128, 128, 128, dict(num_ctas=2, LOAD_REGS=104, STORE_REGS=96, WARP_REGS=88), loop=True, halves=True)
 OTHER_SHARED = 3072  # bytes at most for row statistics, barriers and the compiler's own
 

@@ -57,7 +57,7 @@ class Memory:
     s: Value
     o: Value
     q: Value
-    ring: Ring  # of K and V
+    ring: Ring  # slots of K and V
     p: Value
     stat: Value  # one tile: alpha of its rows, in the end maxima and sums
     q_ready: Barriers
@@ -82,7 +82,7 @@ def make_memory(
     P_TMEM: gl.constexpr,
 ):
     DS: gl.constexpr = min(D, 256)
-    STAGES: gl.constexpr = 2  # of S and P: one per tile, or two of the one tile
+    STAGES: gl.constexpr = 2  # stages of S and P: one per tile, or two of the one tile
     P_ROWS: gl.constexpr = 8 if P_TMEM else BM
     QL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, DS], DTYPE)
     KL: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, DS], DTYPE)
@@ -143,7 +143,7 @@ def fmha_forward(
     seq = gl.program_id(2)
     head = gl.program_id(1) % sizes.kv_heads
     split = gl.program_id(1) // sizes.kv_heads
-    varlen = sizes.tokens == 0  # as the host says it
+    varlen = sizes.tokens == 0  # the host passes 0 tokens for varlen batches
     q_start, tokens, k_start, keys = sequence(seq, varlen, tensors, sizes, KV_LOAD)
     tile_row = (gl.num_programs(0) - 1 - gl.program_id(0)) * (BM * TILES)  # causal: the longest tiles start first
     if tile_row < tokens * sizes.group.number:

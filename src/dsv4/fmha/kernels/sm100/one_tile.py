@@ -42,7 +42,7 @@ def mma_role(memory, n, k_is_v, D: gl.constexpr, P_TMEM: gl.constexpr):
             stage = ring.next(stage)
         held = 0  # k is v: the slot of these keys, which P V reads once more and frees
         for j in range(0, n):
-            at = j % 2  # of S and P
+            at = j % 2  # stage of S and P
             next_held = stage.index
             if j + 1 < n:
                 for part in gl.static_range(PARTS):

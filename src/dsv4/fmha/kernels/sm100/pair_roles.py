@@ -75,7 +75,7 @@ KEYS = gl.constexpr(128)
 # Layouts over two CTAs: with a basis of zeros both have the same, a one splits that dimension.
 SLOT_K = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2, cga_layout=[[1, 0]]))
 SLOT_V = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2, cga_layout=[[0, 1]]))
-SLOT_BYTES = gl.constexpr(128 * 256)  # of one CTA
+SLOT_BYTES = gl.constexpr(128 * 256)  # bytes of a slot in one CTA
 # Triton 3.6 and 3.7 have no such layout and never compile these kernels, but launch their cubins (DSV4_AOT).
 PIECE = gl.constexpr(
     TensorMemoryLayout([64, 64], col_stride=1, cga_layout=[[1, 0]], two_ctas=True)

@@ -14,7 +14,7 @@ from dsv4.kernels.compat import fence_async_shared, gl, gluon, mbarrier
 KEEP_NAN = gl.constexpr(PropagateNan.ALL)
 
 
-FACTORS = (0.05500895, 0.24221101, 0.69328293, 1.0)  # of exp2_by_fma
+FACTORS = (0.05500895, 0.24221101, 0.69328293, 1.0)  # coefficients of exp2_by_fma
 
 
 def _by_both(by_unit: int, count: int) -> str:
@@ -132,7 +132,7 @@ def store_rows(work_tile, o, pv_done, m, l, tile_row, n, before, split, D: gl.co
     for c in gl.static_range(D // C):
         column = c * C + gl.arange(0, C, layout=gl.SliceLayout(0, LO))
         x = gl.zeros([BM, C], gl.float32, LO)
-        if n > 0:  # else O was never written
+        if n > 0:  # without a tile, O was never written
             x = o.slice(c * C, C).load() * factor[:, None]
         if split != 0:
             gl.store(tensors.part_ptr + (part * D)[:, None] + column[None, :], x, mask=here[:, None])

@@ -9,11 +9,11 @@ from dsv4.fmha.kernels.backward import TILE, Adding, Sequences, packs_by_tma, ro
 from dsv4.fmha.problem import FmhaProblem
 
 IN_L2 = 40e6  # bytes of rows that CTAs may use at once
-MISSES = 0.45, 1.45  # of the time of a step: more for each IN_L2 in use beyond the first, and at most, under a mask
-STEP_US = {64: 2.3, 128: 2.1}  # by head dim: a step of rows_of_step rows with 128 keys
+MISSES = 0.45, 1.45  # cost of L2 misses, in step times: per IN_L2 in use beyond the first, and the most, under a mask
+STEP_US = {64: 2.3, 128: 2.1}  # by head dim: us of a step of rows_of_step rows with 128 keys
 ENDS = 4  # the beginning and the end of a CTA, in steps
-LOOPED_ENDS = 2  # those of a work tile if CTAs loop over them
-BYTES_PER_US = 4e6  # of copies, and of additions in the L2
+LOOPED_ENDS = 2  # the same of a work tile if CTAs loop over work tiles
+BYTES_PER_US = 4e6  # speed of copies, and of additions in the L2
 COPIES_US = 5.0  # launches of two copies
 CLEARLY = 0.95  # copies take memory
 SHORT = 512  # tokens, and keys

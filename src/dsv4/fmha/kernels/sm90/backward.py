@@ -84,7 +84,7 @@ class ProductCost(NamedTuple):
 
 CLEARLY = 0.9  # small tiles read more of the L2
 MOST_ROUNDS = 6  # tiles of an SM; with more, ends hardly count: (9, 75:15, 431) is 3 % slower with small tiles
-PRODUCT_COSTS = {64: ProductCost(0.36, 1.4), 192: ProductCost(0.9, 3.0)}  # by rows, or keys, of a tile
+PRODUCT_COSTS = {64: ProductCost(0.36, 1.4), 192: ProductCost(0.9, 3.0)}  # costs by the rows, or keys, of a tile
 
 
 def product_rows(x: Packed, num_sms: int, most: int) -> int:
@@ -123,7 +123,7 @@ def prepare_chain(target: Target, program: Program, x: Packed) -> None:
 
 def prepare_tiles(target: Target, program: Program, x: Packed) -> None:
     """Add the kernels that keep scores out of memory."""
-    starts = (x.lse2, x.lse2, 0) if x.sequences is None else (*x.sequences[:2], x.sequences.count)  # or unread
+    starts = (x.lse2, x.lse2, 0) if x.sequences is None else (*x.sequences[:2], x.sequences.count)  # else: not read
     common: dict[str, Any] = dict(
         tensors=GradientTensors(x.lse2, x.delta, *starts[:2]),
         whole=GradientSizes(**x.sizes, sequences=starts[2]),
@@ -167,7 +167,7 @@ def _prepare_keys(
         for grad, like in zip(wanted, (x.k, x.v))
         if not shared
     ]
-    dk, dv = made or (x.k, x.v)  # these are not written
+    dk, dv = made or (x.k, x.v)  # the kernel writes neither of these
     parts = x.lse2  # unread
     boxes = operands(x, dict(q=rows, dout=rows, k=64, v=64, dk=64, dv=64), dk=dk, dv=dv)
     sums_box, dk_block, dv_block, count = boxes["dk_desc"], 0, 0, splits  # unread
@@ -181,7 +181,7 @@ def _prepare_keys(
         parts = program.workspace("parts of dk and dv", (2, splits * tiles * TILE * x.width), torch.float32)
     pairs = x.batch * x.heads
     tiles_of_pair, at_once = row_tiles(x.keys, x.sequences), min(pairs_at_once(x), pairs)
-    unread = x.ticket  # as a list
+    unread = x.ticket  # a stand-in for the list
     order = key_order(unread, pairs, tiles_of_pair, splits, packs, x.heads, at_once)
     short = x.sums is None and x.p.max_seqlen_q <= SHORT
     loop = loops(x.width, x.sequences is not None, order.count, target.num_sms, short)

@@ -37,7 +37,7 @@ from dsv4.kernels.ring import Barriers, Ring, consumer_stage, init_barriers, new
 class Memory:
     q: Value
     dout: Value
-    ring: Ring  # of K, and with it v
+    ring: Ring  # slots of K, and of v
     v: Value
     own_ready: Barriers
 

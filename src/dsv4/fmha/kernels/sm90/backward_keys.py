@@ -87,14 +87,14 @@ from dsv4.kernels.ring import (
 )
 from dsv4.kernels.signals import take
 
-ALL = gl.constexpr(1 << 30)  # past every row
+ALL = gl.constexpr(1 << 30)  # a number past every row
 
 
 @aggregate
 class Memory:
     k: Value
     v: Value
-    ring: Ring  # of Q, and with it dout and stat
+    ring: Ring  # slots of Q, dout and stat
     dout: Value
     stat: Value
     ds: Value  # ADD_DQ

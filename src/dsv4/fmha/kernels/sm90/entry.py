@@ -39,7 +39,7 @@ DECODE_ROWS = 16  # most rows of decode.py
 THREE_ROLES = 1.31  # time of a step of 192 rows with a causal mask at head dim 64, in steps of 128 rows
 THREE_WITH_MASKS = 1.4  # the same where the loop asks for masks: 1.34 to 1.37 on five shapes, 1.5 for 900 tokens
 FEW_KEYS = 128  # most keys of row tiles with 64 keys at a time at head dim 64
-L2_BYTES = 24 << 20  # of keys that CTAs may read at one time
+L2_BYTES = 24 << 20  # bytes of keys that CTAs may read at one time
 FEW = 0.45  # row tiles per SM, from which on the looping kernel may pay
 
 
@@ -54,7 +54,7 @@ class Cost(NamedTuple):
 
 
 SHORT = {64: Cost(7.6, 1.53, 0.61, 0.5), 128: Cost(10.1, 0.86, 1.16, 0.25)}  # row tiles of 64
-LOOPING = {64: Cost(8.9, 2.5, 1.11, 8.0), 128: Cost(13.2, 1.9, 1.62, 2.5)}  # as if all were of 128
+LOOPING = {64: Cost(8.9, 2.5, 1.11, 8.0), 128: Cost(13.2, 1.9, 1.62, 2.5)}  # row tiles of 128, or taken for such
 
 
 def tiling(p: FmhaProblem, target: Target) -> Tiling:
@@ -105,7 +105,7 @@ def is_short(p: FmhaProblem, target: Target) -> bool:
     """Return whether row tiles of 64, with two CTAs per SM, need less time than the looping kernel: they begin and end
     faster, and need more time per step."""
     varlen, rows = p.kind == "varlen", p.max_seqlen_q * p.group
-    if not p.q.shape[-1] == p.v.shape[-1] == p.head_dim:  # it would have to be copied
+    if not p.q.shape[-1] == p.v.shape[-1] == p.head_dim:  # other widths would need a copy
         return False
     small, large = (_row_tiles(p, size) / target.num_sms for size in (64, 128))
     keys = min(p.k.shape[0] / max(p.batch, 1), p.max_seqlen_k) if varlen else p.max_seqlen_k
@@ -122,7 +122,7 @@ def is_short(p: FmhaProblem, target: Target) -> bool:
         return rows > 64 and steps <= 8
     if rows <= 64 and steps > 4:  # not measured
         return False
-    empty = -(-rows // 64) * p.kv_heads * p.batch / target.num_sms - small  # without a list, a CTA per possible tile
+    empty = -(-rows // 64) * p.kv_heads * p.batch / target.num_sms - small  # no list: a CTA per possible tile
     short, looping = SHORT[p.head_dim], LOOPING[p.head_dim]
     return (
         short.launch - 0.7 * longest_first(p) + small * (short.tile + short.step * steps) + short.varlen * empty
@@ -160,7 +160,7 @@ def _loops_with_few(p: FmhaProblem, target: Target, rows: int, tiles: int) -> bo
 
 def swaps(p: FmhaProblem) -> bool:
     """Return whether decode.py runs the problem."""
-    boxes = p.kind != "paged" or p.page_size % 8 == 0  # of TMA
+    boxes = p.kind != "paged" or p.page_size % 8 == 0  # whether TMA boxes fit the pages
     return p.e4m3 and boxes and p.head_dim < 512 and p.max_seqlen_q * p.group <= DECODE_ROWS
 
 
@@ -169,7 +169,7 @@ def _looping(p: FmhaProblem, target: Target) -> Tiling:
     # At head dim 128 two stages cost 8 %, a load warp of 24 registers 15 %.
     keys, stages, regs, producer = {64: (128, 3, 240, 24), 128: (128, 3, 232, 40), 256: (64, 2, 240, 24)}[p.head_dim]
     varlen = p.kind == "varlen"
-    pdl = dict(launch_pdl=True) if varlen else {}  # behind the kernel that lists its row tiles
+    pdl = dict(launch_pdl=True) if varlen else {}  # launched early behind the kernel that lists its row tiles
     if varlen:
         producer = max(producer, 32)
     order = None if varlen else order_of(p, 128, keys, target.num_sms)
@@ -186,7 +186,7 @@ def _looping(p: FmhaProblem, target: Target) -> Tiling:
             even = dict(EVEN=full or causal, MASKS=masks, OWN_END=causal)
             c = _rows_tiling(64, 128, 3, 3, 160, 32 if varlen else 24, EARLY=True, **even, **pdl)
             return replace(c, loop=True, order=three and three.tile_order(p, 192))
-    early = p.head_dim > 64  # with two roles at head dim 64 it costs 4 %
+    early = p.head_dim > 64  # with two roles at head dim 64, EARLY costs 4 %
     own_end = diagonal and p.head_dim == 256
     even = dict(EVEN=early and (full or own_end or diagonal and keys == 128 and ahead % 128 == 0), MASKS=False)
     c = _rows_tiling(p.head_dim, keys, stages, 2, regs, producer, EARLY=early, OWN_END=own_end, **even, **pdl)

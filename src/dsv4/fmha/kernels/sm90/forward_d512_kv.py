@@ -89,9 +89,9 @@ def fill_v(source, ring, landed, phase, row, SLOT: gl.constexpr, PHASE: gl.const
 
 @gluon.jit
 def load_role(source, ring, landed, q_asked, tiles, KV_LOAD: gl.constexpr):
-    phase = 0  # of landed
+    phase = 0  # phase of landed
     row = tiles.first + tiles.begin * 128
-    q_asked.wait(0, 0)  # as in forward_d512.py
+    q_asked.wait(0, 0)  # see forward_d512.py
     if tiles.begin < tiles.end:  # the first wait on an untouched barrier passes
         phase = fill_k(source, ring, landed, phase, row, 0, 1, KV_LOAD)
         phase = fill_v(source, ring, landed, phase, row, 2, 1, KV_LOAD)

@@ -68,10 +68,10 @@ class Arguments:
     opts: Value
     scheduler: TileScheduler
     pages: Pages
-    columns: Value  # of q and k
-    v_columns: Value  # of v and out
+    columns: Value  # columns of q and k
+    v_columns: Value  # columns of v and out
     kv_load: Value
-    tile_rows: Value  # of a work tile
+    tile_rows: Value  # rows of a work tile
     same_kv: Value
     sign: Value
     even: Value
@@ -88,7 +88,7 @@ class Keys:
     k_rows: loads.GlobalRows
     v_rows: loads.GlobalRows
     pages: Pages
-    columns: Value  # of k
+    columns: Value  # columns of k
     v_columns: Value
     kv_load: Value
     tile_rows: Value
@@ -262,7 +262,7 @@ def attend_tile(stage, q, at, tile_id, next_tile, arguments, kv, W: gl.constexpr
     tiles, scale = work_tile.tiles, work_tile.problem.scale
     bounds = mask_bounds(tile_row, work_tile, 64, BN, DENSE, RS)
     if arguments.own_end:
-        for _ in range(unseen):  # it waits too: a release must not count for the previous fill
+        for _ in range(unseen):  # wait for these too: a release must not count for the previous fill
             k.wait(stage)
             if not SAME_KV:
                 k.release(stage)
@@ -392,7 +392,7 @@ def fmha_forward_persistent(tensors, k_desc, v_desc, sizes, strides, opts, order
         begin = end_of_sequences(tensors.cu_q_ptr, order.sequences, sizes.total_q) + gl.program_id(0)
         heads = sizes.kv_heads * sizes.group.number
         clear_rows(tensors, strides, begin, sizes.total_q, gl.num_programs(0), 0, heads, opts.want_lse, D, V_COLUMNS)
-        dependent.wait_on_prior_grid()  # which makes the list
+        dependent.wait_on_prior_grid()  # that grid makes the list
     num_tiles = order.num_tiles if KV_LOAD == DENSE else gl.load(order.entries_ptr)
     scheduler = TileScheduler(order, num_tiles, sizes, opts)
     arguments = Arguments(

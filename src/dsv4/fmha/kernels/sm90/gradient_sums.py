@@ -18,10 +18,10 @@ BLOCK = gl.constexpr([128, 32])  # 64 x 64 elements
 
 @aggregate
 class Sums:
-    desc: Value  # of [blocks x 128, 32], fp32
+    desc: Value  # TMA descriptor of [blocks x 128, 32], fp32
     tiles: Value  # shared memory [2, 128, 32]: one of each warpgroup
     dq: Value  # first blocks: of the pair or sequence
-    dk: Value  # of the 128 keys
+    dk: Value  # first block of the 128 keys
     dv: Value
 
 

@@ -28,8 +28,8 @@ class KeyOrder(NamedTuple):
 
     list_ptr: Value  # int32 [tiles, 2]: (sequence, tile of the sequence), of CTAs that loop over a varlen batch
     count: Value
-    pairs: Value  # of sequence and pack of query heads
-    tiles: Value  # of 128 keys of a pair; in a varlen batch, the most that there may be
+    pairs: Value  # pairs of sequence and pack of query heads
+    tiles: Value  # tiles of 128 keys of a pair; in a varlen batch, the most that there may be
     splits: Divisor  # parts of the rows
     packs: Divisor  # packs of query heads for each KV head
     heads: Divisor  # packs of a sequence
@@ -80,7 +80,7 @@ class KeyTile:
     sizes: Value
     first: Value  # packed row, the first of a step
     end: Value
-    row: Value  # of the sequence and pack among all packed rows, for lse2 and delta
+    row: Value  # first row of the sequence and pack among all packed rows, for lse2 and delta
     rows_block: Value  # first blocks of gradient_sums.py: of dQ, and of dK and dV
     keys_block: Value
     part: Value  # number among the parts of dK and dV

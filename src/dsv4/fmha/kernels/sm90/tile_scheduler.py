@@ -41,10 +41,10 @@ class TileCoord:
     """A work tile."""
 
     seq: Value  # dense
-    head: Value  # of keys
+    head: Value  # KV head
     tile_row: Value
     first: Value  # key
-    tiles: Value  # of keys
+    tiles: Value  # tiles of keys
     q_start: Value  # varlen: first row of the sequence
     tokens: Value
     k_start: Value  # varlen

@@ -81,11 +81,11 @@ def list_row_tiles(entries_ptr, sequences, blocks, M: gl.constexpr, CAUSAL: gl.c
     LC: gl.constexpr = gl.SliceLayout(0, L)
     LR: gl.constexpr = gl.SliceLayout(1, L)
     s = gl.program_id(0)
-    begin = s // blocks.sequences * blocks.sequences  # of the block
+    begin = s // blocks.sequences * blocks.sequences  # first sequence of the block
     end = gl.minimum(begin + blocks.sequences, sequences.count)
     total = 0  # row tiles of one head
-    before = 0  # of earlier blocks
-    within = 0  # of this one
+    before = 0  # row tiles of earlier blocks
+    within = 0  # row tiles of this block
     for first in range(0, sequences.count, AT_ONCE):
         i = first + gl.arange(0, AT_ONCE, layout=LC)
         tiles, _, _ = _sizes(i, sequences, M)

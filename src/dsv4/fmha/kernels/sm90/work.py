@@ -23,8 +23,8 @@ FP16_PARTIALS = gl.constexpr(2)
 class BlockCoord:
     """Rows and tiles of keys of a CTA."""
 
-    tile_row: Value  # its first row
-    rows: Value  # of the sequence and KV head
+    tile_row: Value  # first row of the tile
+    rows: Value  # rows of the sequence and KV head
     seq: Value
     head: Value
     split: Value
@@ -33,14 +33,14 @@ class BlockCoord:
     k_start: Value
     keys: Value
     first: Value  # key of tile 0
-    begin: Value  # its tiles [begin, end)
+    begin: Value  # tiles of keys [begin, end)
     end: Value
 
 
 @aggregate
 class GridCoord:
     tile: Value  # row tile
-    tiles: Value  # of all
+    tiles: Value  # row tiles of all sequences and heads
     head: Value  # KV head, and split
     seq: Value
     sequences: Value

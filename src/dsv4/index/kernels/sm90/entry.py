@@ -49,9 +49,9 @@ def fp4_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
 
 
 def fp4_boxes_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
-    """The same. Registers are those of eight warps, of which the four compute warps get most."""
+    """Return the same. Registers are those of eight warps, of which the four compute warps get most."""
     together, residents, options = fp4_tiling(each, heads, dims)
-    pieces = 2 if together * heads == 64 else 1  # more accumulators do not fit
+    pieces = 2 if together * heads == 64 else 1  # one piece would need more accumulators than fit
     return together, residents, options | dict(PIECES=pieces, maxnreg=64 if residents == 4 else 128)
 
 

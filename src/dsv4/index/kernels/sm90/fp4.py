@@ -66,7 +66,9 @@ E4M3 = gl.constexpr(gl.float8e4nv)
 
 @gluon.constexpr_function
 def codes_layout(rows, warps):
-    """Layout of [rows, 4 groups, 4 words, 4 bytes]: a group of a row per thread, rows r and r + 8 of every 16."""
+    """Return the layout of [rows, 4 groups, 4 words, 4 bytes]: a group of a row per thread, rows r and r + 8 of every
+    16.
+    """
     down = [[8 << i, 0, 0, 0] for i in range((rows // 8).bit_length() - 1)]
     across = (down[1:] + [[0, 0, 0, 0]] * 2)[: warps.bit_length() - 1]
     rest = down[:1] + down[1 + len(across) :]
@@ -81,7 +83,7 @@ def codes_layout(rows, warps):
 
 @gluon.constexpr_function
 def words_layout(rows, warps):
-    """Layout of [rows, 16 words], with the same words per thread."""
+    """Return the layout of [rows, 16 words], with the same words per thread."""
     codes = codes_layout(rows, warps)
 
     def flat(bases):
@@ -179,12 +181,12 @@ class RowKeys:
 
     keys: Value  # arguments.IndexKeys
     owners: Value
-    line_ptr: Value  # of the block table
+    line_ptr: Value  # line of the block table
     query: Value
     most: Value
     columns: Value
     AMONG: gl.constexpr
-    L: gl.constexpr  # of words [ROWS, 16]
+    L: gl.constexpr  # layout of words [ROWS, 16]
 
     @gluon.jit
     def rows(self, tile):

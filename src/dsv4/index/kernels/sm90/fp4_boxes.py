@@ -58,7 +58,7 @@ from dsv4.kernels.dependent import launch_dependents
 from dsv4.kernels.ring import Barriers, consumer_stage, init_barriers, new_barriers, next_stage, producer_stage
 
 HALVES = gl.constexpr(2)  # boxes of a tile
-LOAD_REGS = gl.constexpr(48)  # where blocks are listed
+LOAD_REGS = gl.constexpr(48)  # registers of the load role where blocks are listed
 
 
 @aggregate
@@ -79,7 +79,7 @@ def box_layout(rank):
 
 @gluon.constexpr_function
 def pair_layout(warps):
-    """Layout of int32 [2], with both in every thread."""
+    """Return the layout of int32 [2], with both in every thread."""
     return gl.DistributedLinearLayout(
         reg_bases=[[1]], lane_bases=[[0]] * 5, warp_bases=[[0]] * (warps.bit_length() - 1), block_bases=[], shape=[2]
     )
@@ -226,7 +226,7 @@ def load_blocks_role(keys_desc, boxes, keys, begin, end, to, OWNER: gl.constexpr
             place = row - page_of(row, keys.inverse, keys.shift) * keys.page_rows
             number = page
             block = next_block
-            page = pages_of_blocks(block, work.most, line_ptr, keys)  # of the next tile
+            page = pages_of_blocks(block, work.most, line_ptr, keys)  # pages of the next tile
             next_block = listed_blocks(tile + 2 * step, begin, to.owners)
             boxes.free.wait(stage.index, stage.phase)
             there = boxes.there.index(stage.index)
@@ -244,7 +244,7 @@ def load_blocks_role(keys_desc, boxes, keys, begin, end, to, OWNER: gl.constexpr
 
 @gluon.constexpr_function
 def block_rows(blocks, warps):
-    """Layout of [blocks, BLOCK], with the same rows per warp as in codes_layout."""
+    """Return the layout of [blocks, BLOCK], with the same rows per warp as in codes_layout."""
     more = [[1 << i, 0] for i in range((blocks - 1).bit_length())]
     across = more[1 : warps.bit_length()]
     return gl.DistributedLinearLayout(

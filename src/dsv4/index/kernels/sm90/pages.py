@@ -43,7 +43,7 @@ STAGES = gl.constexpr(3)
 
 @gluon.constexpr_function
 def product_layout(warps, columns, dtype):
-    """Layout of the product: rows over the four warps of a warpgroup, columns over warpgroups."""
+    """Return the layout of the product: rows over the four warps of a warpgroup, columns over warpgroups."""
     depth = 256 // dtype.primitive_bitwidth
     return gl.NVMMADistributedLayout([3, 0], [4, warps // 4], [16, columns // (warps // 4), depth])
 
@@ -60,7 +60,7 @@ class SequencePages:
 
     keys_desc: Value
     scales_ptr: Value
-    line_ptr: Value  # of the block table
+    line_ptr: Value  # line of the block table
     keys: Value  # arguments.IndexKeys
     stop: Value
     sequence: Value
@@ -179,7 +179,7 @@ def score_boxes(
         to = gl.where(to == STAGES - 1, 0, to + 1)
     scale = pages.scales(start, numbers[0], LINE)
     next_scale = pages.scales(start + 1, numbers[1], LINE)
-    number = numbers[2]  # of box + 2
+    number = numbers[2]  # number of box + 2
     ahead = pages.number(start + STAGES)
     # Values in the layouts of scores and of maxima that do not change from box to box.
     T: gl.constexpr = sums(gl.zeros([BOX, EACH * HEADS], gl.float32, ACC), EACH, HEADS).type.layout

@@ -52,7 +52,7 @@ def rows_at(ptr, keys):
 
 @gluon.constexpr_function
 def lanes(warps, dtype):
-    """Layout with 16 bytes, a cell, per thread, and 8 threads per 128 bytes of a row."""
+    """Return a layout with 16 bytes, a cell, per thread, and 8 threads per 128 bytes of a row."""
     return gl.BlockedLayout([1, 128 // dtype.primitive_bitwidth], [4, 8], [warps, 1], [1, 0])
 
 
@@ -162,7 +162,7 @@ def score_rows(
     stop = gl.minimum(start + each, tiles)
     line_ptr = owners.table_ptr + sequence.to(gl.int64) * owners.table_line
     if OWNER == BATCH:
-        start_ptr = keys.ptr + sequence.to(gl.int64) * keys.page_stride * 8  # of 16-bit values
+        start_ptr = keys.ptr + sequence.to(gl.int64) * keys.page_stride * 8  # address of 16-bit values
         keys = rows_at(start_ptr, keys)
     most = gl.minimum(most, stop * ROWS)  # nothing past this share is read
     page = numbers_of(start, most, line_ptr, keys, ROWS, OWNER, LINE)

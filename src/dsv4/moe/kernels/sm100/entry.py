@@ -15,7 +15,7 @@ from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program, Slot
 
 RECIPES = (("mxfp4", "fp8_128"), ("mxfp4", "fp8_32"), ("nvfp4", "nvfp4"))  # weights, activations
-SHARED_BYTES = 208 << 10  # for stages; the rest is for exchanges between warps
+SHARED_BYTES = 208 << 10  # shared memory for stages; the rest is for exchanges between warps
 MOST_STAGES = 6
 # Most rows expected per expert -> rows of activations per tile
 TILES = ((16.5, 16), (32.5, 32), (64.5, 64), (float("inf"), 128))

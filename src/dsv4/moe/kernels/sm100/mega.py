@@ -66,8 +66,8 @@ from dsv4.moe.kernels.sm100.tiles import (
 )
 
 PIECE = gl.constexpr(256)  # slots that are counted at a time
-GROUPS = gl.constexpr(16)  # of 128 columns that are rounded at a time
-COLUMNS = gl.constexpr(1024)  # that are summed at a time
+GROUPS = gl.constexpr(16)  # groups of 128 columns that are rounded at a time
+COLUMNS = gl.constexpr(1024)  # columns that are summed at a time
 # Words of the counters, each in its own line; behind them hidden[a], then the rows of every expert
 COUNT_TICKET, COUNTED = gl.constexpr(0), gl.constexpr(32)
 ROW_TICKET, LANDED = gl.constexpr(64), gl.constexpr(96)
@@ -85,7 +85,7 @@ def distance(peers, rank, RANKS: gl.constexpr):
 @gluon.jit
 def ids_of(tokens, slot, first, experts, away):
     """Return the experts of slots, counted from `first`; -1 for those of other ranks. away: distance of their rank."""
-    PER: gl.constexpr = 128 // tokens.ids_ptr.dtype.element_ty.primitive_bitwidth  # of them in 16 bytes
+    PER: gl.constexpr = 128 // tokens.ids_ptr.dtype.element_ty.primitive_bitwidth  # ids in 16 bytes
     id = gl.load(tokens.ids_ptr + away * PER + slot, mask=slot < tokens.slots, other=-1).to(gl.int32) - first
     return gl.where((id >= 0) & (id < experts), id, -1)
 

@@ -120,7 +120,7 @@ def halves_of_tile(accs, turn, weights, expert, block, RECIPE: gl.constexpr):
 
 @gluon.constexpr_function
 def written_layout():
-    """Layout of [128 channels, tokens], with 16 neighbouring channels per thread."""
+    """Return the layout of [128 channels, tokens], with 16 neighbouring channels per thread."""
     return gl.BlockedLayout([16, 1], [8, 4], [1, 4], [0, 1])
 
 
@@ -171,7 +171,7 @@ def write_hidden(gate, up, block, first, stop, atom, rows, out, RECIPE: gl.const
     LC: gl.constexpr = codes.type.layout
     row = first + gl.arange(0, N, layout=gl.SliceLayout(0, LC))
     byte = block * BYTES + gl.arange(0, BYTES, layout=gl.SliceLayout(1, LC))
-    line = out.width // (WORDS * 64) * 64  # so the compiler knows that 16 bytes can be written at once
+    line = out.width // (WORDS * 64) * 64  # a multiple, so that the compiler can write 16 bytes at once
     at = (row.to(gl.int64) * line)[None, :] + byte[:, None]
     gl.store(out.ptr + at, codes, mask=(row < stop)[None, :])
     LW: gl.constexpr = words.type.layout

@@ -19,8 +19,8 @@ from dsv4.runtime.dispatch import Target
 from dsv4.runtime.program import Program, Slot
 
 RECIPES = (("mxfp4", "fp8_128"),)  # weights, activations
-SHARED_BYTES = 204 << 10  # for stages; the rest is for exchanges between warps
-WIDE_BYTES = 64 << 10  # of decoded weights
+SHARED_BYTES = 204 << 10  # shared memory for stages; the rest is for exchanges between warps
+WIDE_BYTES = 64 << 10  # bytes of decoded weights
 MOST_STAGES = 8  # more are not faster
 NARROW_ROWS = 8  # rows of activations per tile, up to which there are four compute roles
 

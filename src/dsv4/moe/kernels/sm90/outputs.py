@@ -11,7 +11,7 @@ TO_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 
 @gluon.constexpr_function
 def numbers_layout(warps):
-    """Layout of int32 [8], with all of them in every thread."""
+    """Return the layout of int32 [8], with all of them in every thread."""
     return gl.DistributedLinearLayout(
         reg_bases=[[1], [2], [4]],
         lane_bases=[[0]] * 5,
@@ -65,7 +65,7 @@ def write_hidden(h, amax, block, rows, place, scale_place, out, G: gl.constexpr)
     low, high = row_pairs((h * inverse[None, :]).to(gl.float8e4nv).to(gl.uint8, bitcast=True))
     pair = low.to(gl.uint16) | (high.to(gl.uint16) << 8)
     L: gl.constexpr = pair.type.layout
-    channels = block * M + G * (M // 2) + gl.arange(0, M // 2, layout=gl.SliceLayout(1, L))  # in pairs, as places are
+    channels = block * M + G * (M // 2) + gl.arange(0, M // 2, layout=gl.SliceLayout(1, L))  # two at a time
     row = gl.arange(0, N, layout=gl.SliceLayout(0, L))
     at = ((place + row).to(gl.int64) * (out.width // 2))[None, :] + channels[:, None]
     gl.store(out.ptr.to(gl.pointer_type(gl.uint16), bitcast=True) + at, pair, mask=(row < rows)[None, :])
@@ -81,7 +81,7 @@ def write_slots(sums, columns, channel, first, stop, out):
     L: gl.constexpr = pair.type.layout
     row = first + gl.arange(0, N, layout=gl.SliceLayout(0, L))
     slot = columns.load(gl.SliceLayout(0, L))
-    columns = channel // 2 + gl.arange(0, M // 2, layout=gl.SliceLayout(1, L))  # in pairs, as places are
+    columns = channel // 2 + gl.arange(0, M // 2, layout=gl.SliceLayout(1, L))  # two at a time
     at = (slot.to(gl.int64) * (out.width // 2))[None, :] + columns[:, None]
     gl.store(out.ptr.to(gl.pointer_type(gl.uint32), bitcast=True) + at, pair, mask=(row < stop)[None, :])
 

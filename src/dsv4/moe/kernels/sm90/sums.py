@@ -51,8 +51,8 @@ class Stages:
 
 @gluon.constexpr_function
 def operand_layout(warps):
-    """Layout of e4m3 [16 warps, 4 groups, 4 words of FP4, 2 halves, 4 bytes]: 16 bytes of FP4 of two rows per thread,
-    as operand A of wgmma needs them."""
+    """Return the layout of e4m3 [16 warps, 4 groups, 4 words of FP4, 2 halves, 4 bytes]: 16 bytes of FP4 of two rows
+    per thread, as operand A of wgmma needs them."""
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 0, 0, 0, 1], [0, 0, 0, 0, 2], [0, 0, 0, 1, 0], [0, 0, 1, 0, 0], [0, 0, 2, 0, 0],
                    [8, 0, 0, 0, 0]],
@@ -64,7 +64,7 @@ def operand_layout(warps):
 
 @gluon.constexpr_function
 def words_layout(warps, rows):
-    """Layout of the words of FP4 [rows, 4 groups, 4 words], with 16 rows per warp, or 8."""
+    """Return the layout of the words of FP4 [rows, 4 groups, 4 words], with 16 rows per warp, or 8."""
     if rows == 16 * warps:
         return gl.SliceLayout(3, gl.SliceLayout(4, operand_layout(warps)))
     return gl.DistributedLinearLayout(

@@ -164,7 +164,7 @@ def write_hidden(h, block, rows, place, scale_place, out):
     word = gl.inline_asm_elementwise(TO_E4M3, "=r,f,f,f,f", [a, b, c, d], dtype=gl.uint32, is_pure=True, pack=1)
     L: gl.constexpr = word.type.layout
     row = gl.arange(0, M, layout=gl.SliceLayout(1, L))
-    column = block * 32 + gl.arange(0, 32, layout=gl.SliceLayout(0, L))  # in fours
+    column = block * 32 + gl.arange(0, 32, layout=gl.SliceLayout(0, L))  # columns in fours
     at = ((place + row).to(gl.int64) * (out.width // 4))[:, None] + column[None, :]
     gl.store(out.ptr.to(gl.pointer_type(gl.uint32), bitcast=True) + at, word, mask=(row < rows)[:, None])
 
@@ -177,7 +177,7 @@ def write_slots(sums, columns, channel, first, stop, out):
     L: gl.constexpr = word.type.layout
     row = first + gl.arange(0, M, layout=gl.SliceLayout(1, L))
     slot = columns.load(gl.SliceLayout(1, L))
-    column = channel // 4 + gl.arange(0, 32, layout=gl.SliceLayout(0, L))  # in fours
+    column = channel // 4 + gl.arange(0, 32, layout=gl.SliceLayout(0, L))  # columns in fours
     at = (slot.to(gl.int64) * (out.width // 4))[:, None] + column[None, :]
     gl.store(out.ptr.to(gl.pointer_type(gl.uint64), bitcast=True) + at, word, mask=(row < stop)[:, None])
 
@@ -257,7 +257,7 @@ def moe_products_wide_sm90(
     counts = rows_of_experts(rows, EXPERTS)
     ticket = take(signals.ticket_ptr)  # while those loads are in flight
     count = write_ends(ends, counts, WIDTH)
-    barrier()  # as in products.py
+    barrier()  # see products.py
     first = Operands(w13_desc, w13_offsets_desc, w13_factors_desc, x_desc, x_scales_desc, sizes.blocks1, sizes.steps1)
     second = Operands(w2_desc, w2_offsets_desc, w2_factors_desc, h_desc, h_scales_desc, sizes.blocks2, sizes.steps2)
     given = (stages, weights, filled, unused)

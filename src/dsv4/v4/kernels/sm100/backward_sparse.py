@@ -141,7 +141,7 @@ def score_role(memory, terms, query, dq_desc, SCALED: gl.constexpr):
         panels = reinterpret(kv.index(h), [4, 64, 64], PANEL)
         for i in gl.static_range(4):
             x = gl.zeros([64, 64], gl.float32, LO)
-            if query.blocks > 0:  # else dQ was never written
+            if query.blocks > 0:  # without a block, dQ was never written
                 x = memory.dq.slice(h * 256 + i * 64, 64).load()
                 if SCALED:
                     x = x * down
@@ -186,7 +186,7 @@ def add_role(memory, target, terms, query, PART: gl.constexpr, ATOMIC: gl.conste
                 column = first + gl.arange(0, 64, layout=gl.SliceLayout(0, LINES))
                 place = target.ptr + rows.to(gl.int64)[:, None] * 512 + column[None, :]
                 gl.atomic_add(place, gl.convert_layout(x, LINES), mask=there, sem="relaxed")
-            else:  # in the order of Hopper's keep(), which fold_rows undoes
+            else:  # store in the order of Hopper's keep(), which fold_rows undoes
                 column = first + gl.arange(0, 64, layout=gl.SliceLayout(0, L))
                 column = column // 32 * 32 + column // 2 % 4 * 8 + column // 8 % 4 * 2 + column % 2
                 place = target.ptr + block * target.step + slot[:, None] * 512 + column[None, :]

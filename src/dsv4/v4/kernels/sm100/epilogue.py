@@ -13,7 +13,7 @@ class TileRows:
     head: Value  # head of each row
     here: Value  # whether it is one
     sink: Value
-    part_row: Value  # of the work tile's query in the partial results
+    part_row: Value  # row of the work tile's query in the partial results
 
 
 @gluon.jit

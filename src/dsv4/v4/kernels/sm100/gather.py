@@ -44,7 +44,7 @@ class TmaPool:
     """Rows by number. Strides are in units of 8 elements, of packed rows in units of UNIT bytes."""
 
     ptr: Value
-    desc: Value  # of its lines, for TMA
+    desc: Value  # TMA descriptor of the pool's lines
     rows: Value
     page_rows: Value
     page_stride: Value
@@ -85,7 +85,7 @@ def numbers_at(lists, block, end, compressed, KV_INDEX: gl.constexpr, KEYS: gl.c
         page_rows = compressed.page_rows
         number = gl.load(lists.window_ptr + place, mask=listed, other=-1)
         page = gl.load(lists.line_ptr + place // page_rows, mask=further, other=-1)
-        page = gl.where(page < compressed.rows // page_rows, page, -1)  # before the product, which may overflow
+        page = gl.where(page < compressed.rows // page_rows, page, -1)  # clamped before the product, which may overflow
         number = gl.where(page >= 0, page * page_rows + place % page_rows, number)
     return number
 
@@ -157,7 +157,7 @@ def plain_panel(ptr, data, there, UNIT: gl.constexpr, FORMAT: gl.constexpr):
         return gl.load(
             rest_ptr + (data // 2)[:, None] + (FORMAT.code_bytes // 2 + column)[None, :], mask=there[:, None], other=0.0
         )
-    else:  # at odd addresses, too
+    else:  # pages at odd addresses
         pointers = ptr + data[:, None] + (FORMAT.code_bytes + 2 * column)[None, :]
         low = gl.load(pointers, mask=there[:, None], other=0).to(gl.int16)
         high = gl.load(pointers + 1, mask=there[:, None], other=0).to(gl.int16)

@@ -130,7 +130,7 @@ def v_plain(ptr, data, there, UNIT: gl.constexpr, FORMAT: gl.constexpr):
     if UNIT >= 2:
         rest_ptr = ptr.to(gl.pointer_type(gl.bfloat16))
         return gl.load(rest_ptr + (data // 2)[:, :, None] + FORMAT.code_bytes // 2 + column, mask=mask, other=0.0)
-    else:  # at odd addresses, too
+    else:  # pages at odd addresses
         pointers = ptr + data[:, :, None] + FORMAT.code_bytes + 2 * column
         low = gl.load(pointers, mask=mask, other=0).to(gl.int16)
         high = gl.load(pointers + 1, mask=mask, other=0).to(gl.int16)

@@ -100,7 +100,7 @@ def gather_fences(heads):
 
 @gluon.constexpr_function
 def broadcast_layout():
-    """Layout of one number per compute warp, with all of them in every thread."""
+    """Return the layout of one number per compute warp, with all of them in every thread."""
     return gl.DistributedLinearLayout(
         reg_bases=[[1], [2]], lane_bases=[[0]] * 5, warp_bases=[[0], [0]], block_bases=[], shape=[4]
     )
@@ -108,7 +108,7 @@ def broadcast_layout():
 
 @gluon.constexpr_function
 def per_lane(heads, rows=0):
-    """Layout of [heads] or [rows, heads]: a head per lane, all rows; every warp has all of them."""
+    """Return the layout of [heads] or [rows, heads]: a head per lane, all rows; every warp has all of them."""
     n = heads.bit_length() - 1
     row = [0] * (rows > 0)
     return gl.DistributedLinearLayout(
@@ -289,7 +289,7 @@ def compute_role(
         p = gl.exp2(gl.minimum(above, softmax.RESCALE_ABOVE))
         memory.p.index(0).store(p.to(memory.p.dtype))
         sums = partial_sums(p)
-        first = block == work.begin  # then far below the guess counts like far above
+        first = block == work.begin  # scores far below the guess then count like those far above
         highest.store(highest_of_warps(above, gl.where(first, 0x7FFFFFFF, -1)))
         fence_async_shared()
         barrier()
@@ -300,7 +300,7 @@ def compute_role(
             top = maxima(x, memory.row_max, m)
             moved = gl.where(top - m > softmax.RESCALE_ABOVE, top, m)
             moved = gl.where(first, gl.maximum(top, softmax.LOWEST), moved)
-            factor = gl.where(first, 0.0, gl.exp2(m - moved))  # of a first block nothing is kept
+            factor = gl.where(first, 0.0, gl.exp2(m - moved))  # nothing before a first block is kept
             m = moved
             p = gl.exp2(x - m[None, :])
             sums = partial_sums(p)
@@ -320,7 +320,7 @@ def compute_role(
     # logarithms of all its columns.
     memory.row_max.store(gl.sum(l, 1))
     m = gl.convert_layout(m, per_lane(HEADS))
-    m = gl.where(work.begin < work.end, m, -float("inf"))  # without a block m is still the guess
+    m = gl.where(work.begin < work.end, m, -float("inf"))  # if there is no block, m is still the guess
     l = gl.convert_layout(gl.sum(memory.row_max.load(per_lane(HEADS, 4)), 0), per_lane(HEADS))
     place = (work.query, first_head, gl.program_id(2))
     write_out((o0, o1, o2, o3), write_lse(m, l, sink, place, output, SPLIT, UP), memory, place, output, SPLIT)

@@ -209,7 +209,7 @@ def decode_kernel(p: V4Problem, target: Target) -> tuple[Any, dict, int] | None:
     for options, most, cost in SWAP_AB_WS[kind]:
         tiles = p.batch * -(-p.q_heads // options["HEADS"])
         again = places < tiles <= SWAP_AB_WS_ROUNDS * places and p.q_heads <= max(16, options["HEADS"])
-        if tiles > places and not again or p.block_table is not None:  # by table nothing prefetches rows into L2
+        if tiles > places and not again or p.block_table is not None:  # block tables prefetch no rows into L2
             continue
         splits = _room(p, max(1, min(blocks, places // tiles)))
         longest = max(1, -(-blocks // splits))

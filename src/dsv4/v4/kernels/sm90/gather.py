@@ -296,7 +296,7 @@ def aligned_blocks(
         write_bias(bias.index(block % 2), asked.there)
         asked = load_first_half_aligned(pool_of(pools, block + 1 < lists.window_blocks), number, spare, UNIT, FORMAT)
         if SPLIT_SLOTS:
-            barrier()  # between the copies to the right half and the stores to it; here: loads are not issued later
+            barrier()  # between the copies to the right half and the stores to it: loads are not issued later than here
         panels_in(kv.slots.index(slot + 1), 0, 2).store(FORMAT.unpack(z, high, 0, QUICK, FORMAT))
         panels_in(right.index(slot + 1), RIGHT, 1).store(FORMAT.unpack(u, high, 2, QUICK, FORMAT))
         announce(memory.odd_ready.at(slot + 1), 1, SPLIT_SLOTS)

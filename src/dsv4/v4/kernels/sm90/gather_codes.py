@@ -24,13 +24,13 @@ def reads_codes(window_format, compressed_format, unit, kv_index, split):
 
 @gluon.constexpr_function
 def row_layout(warps):
-    """Layout of [rows, pieces of 16 bytes]."""
+    """Return the layout of [rows, pieces of 16 bytes]."""
     return gl.BlockedLayout([1, 1], [8, 4], [warps, 1], [0, 1])
 
 
 @gluon.constexpr_function
 def half_layout(warps, panel_words):
-    """Layout of [rows, panels of a half, words], with the threads of row_layout."""
+    """Return the layout of [rows, panels of a half, words], with the threads of row_layout."""
     return gl.BlockedLayout([1, 1, 4], [8, 16 // panel_words, panel_words // 4], [warps, 1, 1], [0, 2, 1])
 
 

@@ -19,7 +19,7 @@ from dsv4.v4.kernels.sm90.row_numbers import numbers_of, pool_of
 from dsv4.v4.kernels.sm90.smem_store import words
 from dsv4.v4.kernels.sm90.swap_ab import cta_work, pairs_in, speed_of
 
-SLOTS = gl.constexpr(4)  # as many as fit with 16 heads
+SLOTS = gl.constexpr(4)  # as many slots as fit with 16 heads
 
 
 @aggregate
@@ -55,7 +55,7 @@ def make_staging():
 
 @gluon.constexpr_function
 def half_words(warps):
-    """Layout of [64, 16] words, two panels of eight: a thread has two words of each."""
+    """Return the layout of [64, 16] words, two panels of eight: a thread has two words of each."""
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 8]],
         lane_bases=[[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
@@ -67,7 +67,7 @@ def half_words(warps):
 
 @gluon.constexpr_function
 def row_words(warps):
-    """Layout of [64, 8] words: four threads have all of a row."""
+    """Return the layout of [64, 8] words: four threads have all of a row."""
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4]],
         lane_bases=[[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],

@@ -27,7 +27,7 @@ def numbers_of(lists, block, wanted, pool, entry, KV_INDEX: gl.constexpr):
         at = page_of(place, pool)
         further = (place < lists.count) & (block >= lists.window_blocks) & wanted
         page = gl.load(lists.line_ptr + at, mask=further, other=-1)
-        page = gl.where(page < pool.rows // pool.page_rows, page, -1)  # before the product, which may overflow
+        page = gl.where(page < pool.rows // pool.page_rows, page, -1)  # clamped before the product, which may overflow
         number = gl.load(lists.window_ptr + place, mask=listed, other=-1)
         number = gl.where(page >= 0, page * pool.page_rows + place - at * pool.page_rows, number)
     return number

@@ -11,13 +11,13 @@ from dsv4.v4.kernels.pool_rows import load_words
 
 @gluon.constexpr_function
 def lanes(warps):
-    """Layout with 16 bytes of bf16 per thread, 8 threads per 64 values of a row."""
+    """Return a layout with 16 bytes of bf16 per thread, 8 threads per 64 values of a row."""
     return gl.BlockedLayout([1, 8], [4, 8], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def words(warps):
-    """Layout with 16 bytes of 32-bit words per thread, 4 threads per 64 bytes of a row."""
+    """Return a layout with 16 bytes of 32-bit words per thread, 4 threads per 64 bytes of a row."""
     return gl.BlockedLayout([1, 4], [8, 4], [warps, 1], [1, 0])
 
 

@@ -78,7 +78,7 @@ class Memory:
     q: Value
     kv: Ring  # slots are half blocks
     kv_right: Value  # SPLIT_SLOTS: their right halves
-    odd_ready: Barriers  # of slots 1 and 3; SPLIT_SLOTS: not part of ready, else the compiler guards them together
+    odd_ready: Barriers  # barriers of slots 1 and 3; SPLIT_SLOTS: separate, else the compiler guards them together
     bias: Value
     job: Value
     # Two arrays: the compiler puts a barrier between accesses that may touch the same allocation.

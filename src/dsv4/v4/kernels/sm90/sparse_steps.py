@@ -35,7 +35,7 @@ def landed(memory, phase, SLOT: gl.constexpr):
 
 @gluon.constexpr_function
 def half_slot(dtype):
-    """Layout of [64, 128]: a slot with SPLIT_SLOTS, whose other columns lie in kv_right."""
+    """Return the layout of [64, 128]: a slot with SPLIT_SLOTS, whose other columns lie in kv_right."""
     return gl.NVMMASharedLayout.get_default_for([64, 128], dtype)
 
 
@@ -164,7 +164,7 @@ def right_step(o, l, memory, phase, step, blocks, scale, SIGN: gl.constexpr, SPL
 
 @gluon.jit
 def resident_scores(s, memory, phase, step, SIGN: gl.constexpr):
-    """The second half of S of block 0, whose first half is issued; masked."""
+    """Return the second half of S of block 0, whose first half is issued; masked."""
     s = half_scores(s, memory, phase, step, 1, False)
     bias = memory.bias.index(0).load(gl.SliceLayout(0, SCORES))
     s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
@@ -249,7 +249,7 @@ def right_resident(o, m, l, memory, phase, step, steps, scale, SIGN: gl.constexp
     o = warpgroup_mma(gl.convert_layout(pb, LA), kv.slots.index(zero(step) + 3), o, is_async=True)
     kv.wait(Stage(1, phase))
     memory.p1.store(pb)
-    fence_async_shared()  # for P1, and for the rows in slot 1
+    fence_async_shared()  # makes P1 and the rows in slot 1 visible
     p_ready.arrive(1)
     p_ready.wait(0, phase)
     o = warpgroup_mma(memory.p0, kv.slots.index(zero(step) + 1), o, is_async=True)

@@ -97,7 +97,7 @@ class PackedBlock:
 
 @gluon.constexpr_function
 def heads_layout(warps, heads):
-    """Layout of [heads, 512] with 16 bytes of bf16 per thread."""
+    """Return the layout of [heads, 512] with 16 bytes of bf16 per thread."""
     down = min(warps, heads // 4)
     return gl.BlockedLayout([1, 8], [4, 8], [down, warps // down], [1, 0])
 
@@ -135,7 +135,7 @@ def copy_heads(q, query, first_head, heads, smem):
 
 @gluon.constexpr_function
 def exchanged():
-    """Layout of [64, 32] words of a panel of 128 swizzled bytes a row, the halves of odd rows exchanged."""
+    """Return the layout of [64, 32] words of a panel of 128 swizzled bytes a row, the halves of odd rows exchanged."""
     rows = [[1, 4 ^ 16], [2, 8], [4, 16], [8, 0], [16, 0], [32, 0]]
     return gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], *rows], alignment=1024)
 
@@ -317,7 +317,7 @@ def write_lse(m, l, sink, place, output, SPLIT: gl.constexpr, UP: gl.constexpr):
     head = first_head + gl.arange(0, m.shape[0], layout=m.type.layout)
     there = head < output.heads
     factor, lse = softmax.finish(m, l, sink)
-    if SPLIT:  # in base 2
+    if SPLIT:  # LSE in base 2
         part = (split.to(gl.int64) * output.queries + query) * output.heads + head
         gl.store(output.part_lse_ptr + part, lse, mask=there)
     else:
