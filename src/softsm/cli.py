@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import atexit
+import inspect
 import os
 import shlex
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 import typer.core
 
 from softsm import accepted, resident
 from softsm.accepted import ORDERS
+from softsm.commands.options import Program
 from softsm.commands.program import (
     PROGRAMS,
-    PtxOptions,
     UsageError,
     accept,
+    accept_run,
     exists,
     loading,
     program_errors,
-    program_of,
     target_of,
+    to_run,
     told,
     usage,
     writable,
@@ -57,30 +60,10 @@ app = typer.Typer(
 )
 
 
-# Shared by `run`, `check`, `trace` and `time`. Options may come before or after the file; options unknown to softsm,
-# and everything after --, go to the program.
-OPTIONS = {"ignore_unknown_options": True}
-File = Annotated[Path, typer.Argument(help="a Python program with Triton kernels, a .ptx file or a .cu program")]
-Arguments = Annotated[
-    list[str] | None,
-    typer.Argument(
-        help="the command line of the program (after -- where softsm has an option of the same name); for PTX the "
-        "same as --arg"
-    ),
-]
-Arg = Annotated[
-    list[str] | None,
-    typer.Option(help="argument of a PTX kernel, in order: f32[1024]:rand, i32=5, bf16[64,128]:x.npy, map[64,64]:arg0"),
-]
+# Shared by several of `run`, `check`, `trace` and `time`.
 Arch = Annotated[
     str, typer.Option(help="GPU to emulate: sm_90a, sm_100a, sm_103a; default: the PTX's .target; SOFTSM, else sm_100a")
 ]
-Clang = Annotated[str, typer.Option(help="flags for clang, for a .cu program: '-I include -DNDEBUG'")]
-Entry = Annotated[str | None, typer.Option(help="which kernel of the PTX file")]
-Sides = Annotated[str, typer.Option(help="CTAs in the grid: x,y,z")]
-Cluster = Annotated[str, typer.Option(help="CTAs in a cluster: x,y,z; default: its .reqnctapercluster, else 1")]
-Block = Annotated[str, typer.Option(help="threads in a CTA: x,y,z; default: its .reqntid, else 32")]
-Shared = Annotated[int, typer.Option(help="bytes of dynamic shared memory")]
 Sms = Annotated[int, typer.Option(help="SMs to emulate")]
 Save = Annotated[
     list[str] | None,
@@ -90,6 +73,26 @@ Ranks = Annotated[int, typer.Option(help="ranks of a Python program, as torchrun
 Order = Annotated[str, typer.Option(help="completion of asynchronous operations: eager, latest, random")]
 Seed = Annotated[int, typer.Option(help="seed of random order and random arguments")]
 Strict = Annotated[bool, typer.Option(help="follow PTX 9.4 literally")]
+
+
+def command(work: Callable[..., None]) -> None:
+    """Makes a subcommand whose first parameter, a Program, is the options of its fields. Options may come before or
+    after the file; those unknown to softsm, and everything after --, go to the program."""
+    kind, defaults = inspect.Parameter.POSITIONAL_OR_KEYWORD, Program._field_defaults
+    parameters = [
+        inspect.Parameter(name, kind, annotation=hint, default=defaults.get(name, inspect.Parameter.empty))
+        for name, hint in get_type_hints(Program, include_extras=True).items()
+    ]
+    parameters += list(inspect.signature(work, eval_str=True).parameters.values())[1:]
+
+    def run(**given: Any) -> None:
+        program = Program(**{name: given.pop(name) for name in Program._fields})
+        accept(program, [f"--{x.name.replace('_', '-')}" for x in parameters])
+        work(program, **given)
+
+    run.__doc__ = work.__doc__
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    app.command(work.__name__, context_settings={"ignore_unknown_options": True})(run)
 
 
 def _show_version(asked: bool) -> None:
@@ -109,18 +112,10 @@ def _commands(
     """Holds the options of `softsm` itself."""
 
 
-@app.command(context_settings=OPTIONS)
+@command
 def run(
-    file: File,
-    arguments: Arguments = None,
-    arg: Arg = None,
+    program: Program,
     arch: Arch = "",
-    entry: Entry = None,
-    grid: Sides = "1",
-    block: Block = "",
-    cluster: Cluster = "",
-    shared: Shared = 0,
-    clang_flags: Clang = "",
     sms: Sms = 4,
     ranks: Ranks = 1,
     order: Order = "eager",
@@ -128,27 +123,17 @@ def run(
     save: Save = None,
 ) -> None:
     """Run a program, or a PTX kernel on arrays made here, without checks; `softsm check` has them."""
-    accept(file, arguments, arch, sms, order, ORDERS, seed)
-    execute = program_of(
-        file, arguments, arg, arch, sms, PtxOptions(entry, grid, block, cluster, shared, save or []), clang_flags, ranks
-    )
-    with program_errors(file):
+    accept_run(arch, sms, order, ORDERS, seed)
+    execute = to_run(program, arch, sms, ranks, save)
+    with program_errors(program.file):
         execute(order, seed)
-    typer.echo(f"nothing was checked; `softsm check {file}` looks for races and misuse", err=True)
+    typer.echo(f"nothing was checked; `softsm check {program.file}` looks for races and misuse", err=True)
 
 
-@app.command(context_settings=OPTIONS)
+@command
 def check(
-    file: File,
-    arguments: Arguments = None,
-    arg: Arg = None,
+    program: Program,
     arch: Arch = "",
-    entry: Entry = None,
-    grid: Sides = "1",
-    block: Block = "",
-    cluster: Cluster = "",
-    shared: Shared = 0,
-    clang_flags: Clang = "",
     sms: Sms = 4,
     ranks: Ranks = 1,
     order: Annotated[
@@ -169,16 +154,14 @@ def check(
     """Run with all checks, once for each order of completion, and print each finding once.
 
     Exit status 0: nothing found; 1: a finding, the program itself failed, or no launch; 2: wrong usage."""
-    accept(file, arguments, arch, sms, order, (*ORDERS, "all"), seed)
+    accept_run(arch, sms, order, (*ORDERS, "all"), seed)
     if not 0 <= patience < 1e12:
         usage(f"patience: got {patience:g}; accepted: 0 and positive numbers")
     with loading("numba"):
         from softsm.commands.check import Summary
         from softsm.engine.options import options
 
-    execute = program_of(
-        file, arguments, arg, arch, sms, PtxOptions(entry, grid, block, cluster, shared, save or []), clang_flags, ranks
-    )
+    file, execute = program.file, to_run(program, arch, sms, ranks, save)
     summary = Summary(seed, strict)
 
     def one(chosen: str, number: int) -> None:
@@ -214,21 +197,13 @@ def explain(
         usage(str(problem))
 
 
-@app.command(context_settings=OPTIONS)
+@command
 def trace(
-    file: File,
-    arguments: Arguments = None,
+    program: Program,
     output: Annotated[Path, typer.Option("--output", "-o", help="folder for report.html and the timeline")] = Path(
         "softsm-trace"
     ),
-    arg: Arg = None,
     arch: Arch = "",
-    entry: Entry = None,
-    grid: Sides = "1",
-    block: Block = "",
-    cluster: Cluster = "",
-    shared: Shared = 0,
-    clang_flags: Clang = "",
     sms: Sms = 4,
     order: Order = "latest",
     seed: Seed = 0,
@@ -236,12 +211,12 @@ def trace(
     check: Annotated[bool, typer.Option(help="look for races and misuse as well")] = True,
 ) -> None:
     """Run as `softsm run` does and write a report of what happened, as HTML, and a timeline for ui.perfetto.dev."""
-    accept(file, arguments, arch, sms, order, ORDERS, seed)
+    accept_run(arch, sms, order, ORDERS, seed)
     with loading("numba"):
         from softsm.commands.trace import tracing
         from softsm.errors import SoftsmError
 
-    execute = program_of(file, arguments, arg, arch, sms, PtxOptions(entry, grid, block, cluster, shared), clang_flags)
+    file, execute = program.file, to_run(program, arch, sms)
     writable(output)
     made = tracing(output, title=file.name, order=order, seed=seed, strict=strict, check=check)
     made_by = None
@@ -273,17 +248,9 @@ def _traced(made) -> None:
         typer.echo("no timeline: the package perfetto is missing (pip install softsm[trace])")
 
 
-@app.command(context_settings=OPTIONS)
+@command
 def time(
-    file: File,
-    arguments: Arguments = None,
-    arg: Arg = None,
-    entry: Entry = None,
-    grid: Sides = "1",
-    block: Block = "",
-    cluster: Cluster = "",
-    shared: Shared = 0,
-    clang_flags: Clang = "",
+    program: Program,
     arch: Annotated[
         str, typer.Option(help="sm_90a, sm_100a or sm_103a; default: the PTX's .target; SOFTSM, else the GPU's")
     ] = "",
@@ -303,14 +270,13 @@ def time(
 
     Only some CTAs of each grid run, and products are not computed: results of the program are wrong.
     `softsm.checking()` inside it is off."""
-    for given in (file, compare):
-        if given is not None:
-            exists(given)
+    if compare is not None:
+        exists(compare)
     with loading("numba"):
-        from softsm.commands import time as command
+        from softsm.commands import time as prediction
 
     try:
-        target, device = command.target(arch or target_of(file), gpu)
+        target, device = prediction.target(arch or target_of(program.file), gpu)
         if clock is not None:
             accepted.positive("clock", clock)
     except ValueError as problem:
@@ -319,20 +285,21 @@ def time(
         writable(output)
     if compare_arguments is not None and compare is None:
         usage(f"compare_arguments: got {compare_arguments!r}; accepted: only with --compare")
-    lines = [arguments or [], (arguments or []) if compare_arguments is None else shlex.split(compare_arguments)]
-    kernel = PtxOptions(entry, grid, block, cluster, shared)
+    programs = [program]
+    if compare is not None:
+        line = program.arguments if compare_arguments is None else shlex.split(compare_arguments)
+        programs.append(program._replace(file=compare, arguments=line))
     timers, ends = [], []
-    for given, line in zip((file, compare), lines):
-        if given is not None:
-            execute = program_of(given, line, arg, target, int(device["sms"]), kernel, clang_flags, quiet=True)
-            aside = redirect_stdout(sys.stderr) if json else nullcontext()  # what the program prints is not JSON
-            with command.timed(device, clock, values) as timer, command.ending(given) as end, aside:
-                execute("eager", 0)
-            timers.append(timer)
-            ends.append(end)
-    typer.echo(command.shown(timers, json))
+    for given in programs:
+        execute = to_run(given, target, int(device["sms"]), quiet=True)
+        aside = redirect_stdout(sys.stderr) if json else nullcontext()  # what the program prints is not JSON
+        with prediction.timed(device, clock, values) as timer, prediction.ending(given.file) as end, aside:
+            execute("eager", 0)
+        timers.append(timer)
+        ends.append(end)
+    typer.echo(prediction.shown(timers, json))
     if output is not None:
-        for path in command.timelines(timers[0], output):
+        for path in prediction.timelines(timers[0], output):
             typer.echo(f"wrote {path}", err=json)
     for end in ends:
         if end.words:

@@ -12,11 +12,12 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
 from softsm import accepted
+from softsm.commands.options import Program
 
 if TYPE_CHECKING:
     from click import UsageError
@@ -25,33 +26,13 @@ else:
 
 OWN = (typer.Exit, UsageError)  # exceptions of the command itself, not of the program that it runs
 PROGRAMS = (".py", ".cu")  # files with their own command line
-KNOWN = tuple(
-    f"--{name}"
-    for name in "arch entry grid block cluster shared sms ranks order seed strict patience output json".split()
-)
 
 
-class PtxOptions(NamedTuple):
-    entry: str | None
-    grid: str
-    block: str
-    cluster: str
-    shared: int
-    save: list[str] = []
-
-
-def program_of(
-    file: Path,
-    arguments: list[str] | None,
-    arg: list[str] | None,
-    arch: str,
-    sms: int,
-    kernel: PtxOptions,
-    clang_flags: str,
-    ranks: int = 1,
-    quiet: bool = False,
+def to_run(
+    program: Program, arch: str, sms: int, ranks: int = 1, save: list[str] | None = None, quiet: bool = False
 ) -> Callable[[str, int], None]:
     """Returns execute(order, seed), which runs the file."""
+    file, arguments, arg = program.file, program.arguments or [], program.arg or []
     if file.suffix not in PROGRAMS and ranks != 1:
         usage(f"ranks: got {ranks}; accepted: with Python and CUDA C++ programs")
     if file.suffix in PROGRAMS and arg:
@@ -61,17 +42,17 @@ def program_of(
 
         target = arch or os.environ.get("SOFTSM") or "sm_100a"
         try:
-            program = CudaFile(file, arguments or [], target, shlex.split(clang_flags), ranks)
+            compiled = CudaFile(file, arguments, target, shlex.split(program.clang_flags), ranks)
         except ValueError as problem:
             usage(str(problem))
-        return lambda order, seed: program.run(sms, order, seed)
+        return lambda order, seed: compiled.run(sms, order, seed)
     if file.suffix == ".py":
-        return lambda order, seed: _program(file, arguments or [], arch, sms, ranks, order, seed)
+        return lambda order, seed: _program(file, arguments, arch, sms, ranks, order, seed)
     if arguments and arg:
         usage(f"arg: got {arg[0]!r} and {arguments[0]!r}; accepted: one of the two ways to give arguments")
     from softsm.commands.ptx import PtxFile
 
-    given = PtxFile(file, arguments or arg or [], arch, *kernel)
+    given = PtxFile(program, arguments or arg, arch, save or [])
 
     def execute(order: str, seed: int) -> None:
         try:
@@ -88,13 +69,25 @@ def target_of(file: Path) -> str:
     return {"sm_90": "sm_90a", "sm_100": "sm_100a", "sm_103": "sm_103a"}.get(found[1].rstrip("af"), "") if found else ""
 
 
-def accept(
-    file: Path, arguments: list[str] | None, arch: str, sms: int, order: str, orders: tuple[str, ...], seed: int
-) -> None:
-    """Rejects options that make no sense, with one line."""
+def accept(program: Program, options: list[str]) -> None:
+    """Rejects a file that does not exist, and an option that resembles one of the command's: it was not meant for the
+    program."""
+    file = program.file
+    exists(file, options)
+    before = sys.argv[: sys.argv.index("--")] if "--" in sys.argv else sys.argv
+    for name in (word.partition("=")[0] for word in program.arguments or []):
+        near = difflib.get_close_matches(name, options, 1, 0.8)
+        meant = near and not name.startswith(near[0]) and (file.suffix not in PROGRAMS or name in before)
+        if name.startswith("--") and meant:
+            usage(f"{name}: there is no such option; did you mean {near[0]}? Options of the program go after --")
+        if file.suffix not in PROGRAMS and name.startswith("-"):
+            usage(f"{name}: there is no such option, and a kernel in PTX has no command line")
+
+
+def accept_run(arch: str, sms: int, order: str, orders: tuple[str, ...], seed: int) -> None:
+    """Rejects values that make no sense, with one line."""
     from softsm.doors.triton.in_use import ARCHITECTURES
 
-    exists(file)
     try:
         accepted.one_of("order", order, orders)
         accepted.whole("sms", sms, 1, accepted.MOST_SMS)
@@ -103,29 +96,16 @@ def accept(
             accepted.one_of("arch", arch, tuple(ARCHITECTURES))
     except ValueError as problem:
         usage(str(problem))
-    _no_typos(file, arguments or [])
 
 
-def exists(file: Path) -> None:
+def exists(file: Path, options: Iterable[str] = ()) -> None:
     if file.is_file():
         return
     name = str(file).partition("=")[0]
     if name.startswith("-"):  # an unknown option before the file
-        near = difflib.get_close_matches(name, KNOWN, 1, 0.8)
+        near = difflib.get_close_matches(name, options, 1, 0.8)
         usage(f"{name}: there is no such option{f'; did you mean {near[0]}?' if near else ''}")
     usage(f"there is no file {file}")
-
-
-def _no_typos(file: Path, arguments: list[str]) -> None:
-    """Rejects an option that resembles one of softsm's: it was not meant for the program."""
-    before = sys.argv[: sys.argv.index("--")] if "--" in sys.argv else sys.argv
-    for name in (word.partition("=")[0] for word in arguments):
-        near = difflib.get_close_matches(name, KNOWN, 1, 0.8)
-        meant = near and not name.startswith(near[0]) and (file.suffix not in PROGRAMS or name in before)
-        if name.startswith("--") and meant:
-            usage(f"{name}: there is no such option; did you mean {near[0]}? Options of the program go after --")
-        if file.suffix not in PROGRAMS and name.startswith("-"):
-            usage(f"{name}: there is no such option, and a kernel in PTX has no command line")
 
 
 def writable(folder: Path) -> None:

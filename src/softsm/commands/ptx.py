@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 from rich.console import Console
@@ -11,38 +10,31 @@ from rich.table import Table
 
 from softsm import accepted
 from softsm.arguments import Value, parse_argument
+from softsm.commands.options import Program
 from softsm.doors.ptx import PtxKernel, load_ptx
 from softsm.memory.map_argument import TensorMapArgument
 
 
 @dataclass
 class PtxFile:
-    """A command line. `grid`, `block` and `cluster` are up to three numbers with commas; softsm/arguments.py describes
-    the arguments."""
+    """A command line; softsm/arguments.py describes the arguments."""
 
-    file: Path
+    options: Program
     arguments: list[str]
-    arch: str = ""
-    entry: str | None = None
-    grid: str = "1"
-    block: str = ""
-    cluster: str = ""
-    shared: int = 0
-    save: list[str] = field(default_factory=list)
-
-    def load(self) -> PtxKernel:
-        return load_ptx(self.file, self.entry, arch=self.arch)
+    arch: str
+    save: list[str]
 
     def launch(self, *, sms: int, order: str, seed: int, quiet: bool = False) -> None:
         """Makes the arguments, launches the kernel, prints what changed and writes what is to be saved."""
-        kernel = self.load()
+        options = self.options
+        kernel = load_ptx(options.file, options.entry, arch=self.arch)
         values = self.values(kernel, seed)
         targets = [self.target(text, kernel, values) for text in self.save]
         required = accepted.sides("reqntid", kernel.kernel.function.directives.get("reqntid", 32))
         before = [array.copy() if array is not None else None for array in map(array_of, values)]
-        shape = (dims(self.grid, "grid"), dims(self.block, "block") if self.block else required)
-        launch = kernel[(*shape, dims(self.cluster, "cluster")) if self.cluster else shape]
-        launch(*values, shared=self.shared, sms=sms, order=order, seed=seed)
+        shape = (dims(options.grid, "grid"), dims(options.block, "block") if options.block else required)
+        launch = kernel[(*shape, dims(options.cluster, "cluster")) if options.cluster else shape]
+        launch(*values, shared=options.shared, sms=sms, order=order, seed=seed)
         if not quiet:
             Console().print(self.table(kernel, before, values))
         for array, path in targets:
