@@ -11,7 +11,7 @@ from dsv4.fmha import plan as plans
 from dsv4.fmha.options import DOCS, FmhaKeywords, FmhaOptions, VarlenKeywords
 from dsv4.runtime import checks, operators
 from dsv4.runtime.calls import Operation, Shapes
-from dsv4.runtime.options import set_signature
+from dsv4.runtime.options import reject_unknown, set_signature
 
 Both = tuple[Tensor, Tensor]  # out, lse
 Result = Tensor | Both
@@ -184,8 +184,7 @@ def _call(
     try:
         checked = FmhaOptions.checked(*bounds, **options)
     except TypeError:
-        for name in options.keys() - FmhaKeywords.__annotations__.keys():
-            raise TypeError(f"{op.name}() got an unexpected keyword argument {name!r}") from None
+        reject_unknown(op.name, options, FmhaKeywords)
         raise
     if return_lse is not False:
         checks.flag("return_lse", return_lse)

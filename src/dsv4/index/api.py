@@ -7,7 +7,7 @@ no other rows.
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -15,35 +15,12 @@ from torch import Tensor
 from dsv4.caches.index_keys import IndexCache
 from dsv4.index import plan as plans
 from dsv4.index import problem
-from dsv4.index.options import BlockOptions, IndexOptions
+from dsv4.index.options import IndexOptions, Keywords, TopkKeywords
 from dsv4.runtime import checks, operators
 from dsv4.runtime.calls import Operation, Shapes
-from dsv4.runtime.checks import Backend
-from dsv4.runtime.options import set_signature
-from dsv4.runtime.plan import Plan
+from dsv4.runtime.options import reject_unknown, set_signature
 
 Both = tuple[Tensor, Tensor]  # rows, scores
-
-
-class Keywords(TypedDict, total=False):
-    """What type checkers see: the return type depends on return_scores alone."""
-
-    positions: Tensor | None
-    ratio: int
-    lengths: Tensor | None
-    block_table: Tensor | None
-    request_starts: Tensor | None
-    scale: float | None
-    request_rows: bool
-    q_scales: Tensor | None
-    bf16_scores: bool
-    out: Tensor | None
-    plan: Plan | None
-    backend: Backend
-
-
-class TopkKeywords(Keywords, total=False):
-    blocks: Tensor | None
 
 
 @overload
@@ -146,6 +123,8 @@ def index_blocks(
     The arguments are those of index_topk, with q [N, H, D]; its last paragraph applies. Plans are made for this
     function.
     """
+    for name, count in (("topk", topk), ("topk_blocks", topk_blocks)):
+        checks.at_least(1, name, count)
     return _call(INDEX_BLOCKS, (q, k, weights), (), (topk, topk_blocks), True, **keywords)
 
 
@@ -158,31 +137,29 @@ def _call(
     /,
     *,
     positions=None,
-    ratio=4,
     lengths=None,
     block_table=None,
     request_starts=None,
-    scale=None,
-    request_rows=False,
     q_scales=None,
-    bf16_scores=False,
     out=None,
     plan=None,
     backend="auto",
-    **unknown: Any,
+    **options: Any,
 ) -> Any:
-    for name in unknown:
-        raise TypeError(f"{op.name}() got an unexpected keyword argument {name!r}")
+    try:
+        checked = IndexOptions.checked(*counts, **options)
+    except TypeError:
+        reject_unknown(op.name, options, Keywords)
+        raise
     q, k, weights = given
     if isinstance(k, IndexCache):
         k = k.page_view()
     tensors = (q, k, weights, positions, lengths, block_table, request_starts, q_scales, *more)
-    options = op.options.checked(*counts, ratio, scale, request_rows, bf16_scores)
-    return operators.call(op, tensors, options, both, out, plan, checks.backend(backend))
+    return operators.call(op, tensors, checked, both, out, plan, checks.backend(backend))
 
 
 for _function in (index_topk, index_blocks):
-    set_signature(_function, Keywords, _call)
+    set_signature(_function, Keywords, _call, IndexOptions.checked)
 
 
 def _outputs(arguments: dict[str, Any]) -> Shapes:
@@ -210,13 +187,14 @@ INDEX_TOPK = Operation(
     warmup=plans.warmup_calls,
     falls_back=True,
     positional=("topk",),
+    without=("topk_blocks",),
 )
 INDEX_BLOCKS = Operation(
     "index_blocks",
     "index",
     ("q", "k", "weights", "positions", "lengths", "block_table", "request_starts", "q_scales"),
     3,
-    BlockOptions,
+    IndexOptions,
     ("out", "blocks"),
     _block_outputs,
     problem.build,

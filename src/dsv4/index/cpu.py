@@ -54,7 +54,7 @@ def _forward(p: IndexProblem) -> None:
                 per_head = (_queries(p, some).to(compute).flatten(0, 1) @ keys).relu_().view(len(limit), h, m)
                 w = p.weights[some].to(compute)  # [t', H]
                 # The scale is applied last, so that scores of whole numbers are exact up to one factor.
-                if p.bf16_scores:
+                if p.options.bf16_scores:
                     total = (rounded(per_head) * rounded(w)[..., None]).bfloat16().to(compute).sum(1)
                     total = rounded(total)
                 else:
@@ -103,7 +103,7 @@ def _sequences(p: IndexProblem, visible: Tensor) -> Iterator[tuple[int, int, Ten
         line = line[: -(-needed(begin, end, p.max_seqlen_k) // page)]
         # Without value checks, a page may not exist: its rows are NaN, chosen last and named -1.
         bad = ((line < 0) | (line >= pages)).repeat_interleave(page)
-        numbers = torch.arange(len(line), device=line.device) if p.request_rows else line
+        numbers = torch.arange(len(line), device=line.device) if p.options.request_rows else line
         names = (numbers[:, None] * page + torch.arange(page, device=line.device)).flatten().masked_fill(bad, -1)
         some = p.k[line.clamp(0, pages - 1)] if pages else p.k.new_zeros(len(line), page, p.k.shape[2])
         scales = None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dsv4.caches.formats import INDEX_132, RowFormat
 from dsv4.caches.mxfp4_keys import INDEX_68
-from dsv4.index.options import checked_topk
+from dsv4.index.options import IndexOptions
 from dsv4.index.sizes import BLOCK
 from dsv4.runtime import checks
 
@@ -24,7 +24,7 @@ PACKED = {x.row_bytes: x for x in (INDEX_132, INDEX_68)}  # keys as bytes; their
 
 @dataclass(frozen=True, eq=False)
 class IndexProblem:
-    """Query n sees the first rows of its sequence: counts[n] of them, or with a ratio those that are finished
+    """Query n sees the first rows of its sequence: counts[n] of them, or by position those that are finished
     at position counts[n]. Its keys are
 
     * k [1, M, D]: those of the one sequence; k [B, M, D]: of sequence n // tokens
@@ -43,22 +43,23 @@ class IndexProblem:
     k: Tensor  # [M, D], or [sequences or pages, rows, D]
     weights: Tensor  # * [N, H]
     counts: Tensor  # * int32 or int64 [N]
-    ratio: int  # 0: counts are rows, else positions
-    topk: int
-    scale: float
+    options: IndexOptions  # checked, with a scale
     tokens: int  # queries of a sequence, where k has the sequences one after the other
     block_table: Tensor | None = None  # int32 [R, pages]
     request_starts: Tensor | None = None  # int32 [R + 1]; None = every query is its own request
     out: Tensor | None = None  # * int32 [N, topk]; set before a backend sees the problem
     scores: Tensor | None = None  # * fp32 [N, topk], or None when not wanted
-    request_rows: bool = False  # lists name rows of the request, not of the pool
     q_scales: Tensor | None = None  # int32 [N, H]: q is FP4, uint8 [N, H, D / 2]
-    bf16_scores: bool = False
     among: Tensor | None = None  # int32 [N, blocks]: blocks of BLOCK rows of the request, -1 = nothing
-    topk_blocks: int = 0
     blocks: Tensor | None = None  # int32 [N, topk_blocks]
+    by_position: bool = False  # counts are positions, else rows
     num_splits: int = 0  # from a plan; not used
     scratch: Tensor | None = None  # from a plan: flat fp32
+
+    topk = property(lambda self: self.options.topk)
+    topk_blocks = property(lambda self: self.options.topk_blocks)
+    scale = property(lambda self: self.options.scale)
+    ratio = property(lambda self: self.options.ratio if self.by_position else 0)
 
     # The names of FmhaProblem, so that a Plan fits both.
     batch = property(lambda self: self.q.shape[0] * (self.q.shape[1] if self.q.ndim == 4 else 1))
@@ -118,20 +119,18 @@ def build(
     k,
     weights,
     topk,
+    topk_blocks=0,
     *,
     positions=None,
-    ratio=4,
     lengths=None,
     block_table=None,
     request_starts=None,
-    scale=None,
-    request_rows=False,
     q_scales=None,
-    bf16_scores=False,
     blocks=None,
-    topk_blocks=0,
+    **fields,
 ) -> IndexProblem:
-    """Check the arguments of dsv4.index_topk, or of dsv4.index_blocks, and return them as a problem."""
+    """Check the arguments of dsv4.index_topk, or of dsv4.index_blocks, and return them as a problem. fields: of the
+    options."""
     if not checks.is_tensor(q) or q.ndim not in (3, 4):
         checks.fail("q", checks.describe(q), "a tensor [N, H, D] or [B, T, H, D]")
     lead, h, d = tuple(q.shape[:-2]), q.shape[-2], q.shape[-1]
@@ -164,13 +163,13 @@ def build(
             checks.fail("k", f"shape {list(k.shape)}", "pages of at least one row")
         _check_table(block_table, request_starts, q)
     checks.tensor("weights", weights, (*lead, h), FLOATS, like=like, unit_last=False)
-    checked_topk(topk)
-    checks.at_least(1, "ratio", ratio)
-    if checks.flag("request_rows", request_rows) and block_table is None:
+    options = IndexOptions.checked(topk, topk_blocks, **fields)
+    if options.scale is None:
+        options = options._replace(scale=d**-0.5 * max(h, 1) ** -0.5)
+    if options.request_rows and block_table is None:
         checks.fail("request_rows", True, "False without block_table: the lists name rows of the sequence")
     if (positions is None) == (lengths is None):
         checks.fail("positions, lengths", "neither" if lengths is None else "both", "one of them")
-    checks.flag("bf16_scores", bf16_scores)
     if blocks is not None:
         checks.tensor("blocks", blocks, (*lead, "B"), (torch.int32,), like=like, unit_last=False)
     if q.ndim == 4 and (blocks is not None or topk_blocks):
@@ -182,17 +181,13 @@ def build(
         k=k,
         weights=weights,
         counts=counts,
-        ratio=0 if positions is None else ratio,
-        topk=topk,
-        scale=d**-0.5 * max(h, 1) ** -0.5 if scale is None else checks.number("scale", scale),
+        options=options,
         tokens=lead[-1],
         block_table=block_table,
         request_starts=request_starts,
-        request_rows=request_rows,
         q_scales=q_scales,
-        bf16_scores=bf16_scores,
         among=blocks,
-        topk_blocks=topk_blocks,
+        by_position=positions is not None,
     )
 
 

@@ -31,6 +31,12 @@ def schema(options: Any, defaults: bool = True) -> dict[str, str]:
     return found
 
 
+def reject_unknown(name: str, given: dict[str, Any], keywords: Any) -> None:
+    """Raise the TypeError of Python for a keyword argument that a function does not have. keywords: a TypedDict."""
+    for unknown in given.keys() - keywords.__annotations__.keys():
+        raise TypeError(f"{name}() got an unexpected keyword argument {unknown!r}") from None
+
+
 def set_signature(function: Any, keywords: Any, *parts: Callable) -> None:
     """Show `help` and `inspect` each keyword argument of a function that accepts them as **keywords and passes them
     to `parts`, which have their defaults. keywords: a TypedDict, for type checkers."""

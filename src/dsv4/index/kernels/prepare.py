@@ -254,7 +254,7 @@ def _score(
         FP4=fp4.value,
         AMONG=p.among is not None,
         BLOCKS=p.topk_blocks > 0,
-        BF16=p.bf16_scores,
+        BF16=p.options.bf16_scores,
     )
     program.launch(
         kernel,
@@ -365,7 +365,7 @@ def _gather(
         blocks = BlockLists(p.blocks, p.blocks.stride(0), p.topk_blocks)
     program.launch(
         index_rank, grid, dict(lists=lists, owners=owners, to=_lists(p), to_blocks=blocks), OWNER=owner,
-        POOL=not p.request_rows, AMONG=p.among is not None, KEPT=kept, WIDTH=max(kept, power_of_two(p.topk)),
+        POOL=not p.options.request_rows, AMONG=p.among is not None, KEPT=kept, WIDTH=max(kept, power_of_two(p.topk)),
         BLOCKS_KEPT=index_kept(p.columns, p.topk_blocks) if p.topk_blocks else 0,
         BLOCKS_WIDTH=power_of_two(p.topk_blocks), SHARES=shares, HELD=HELD_KEYS, num_warps=16, launch_pdl=True,
     )  # fmt: skip
@@ -396,7 +396,7 @@ def _choose(
     # Launched early, the choice waits for the scores. With lists of 1024, or more CTAs than SMs, it would occupy room
     # that they need.
     program.launch(
-        index_choose, (count,), arguments, OWNER=owner, POOL=not p.request_rows, AMONG=p.among is not None,
+        index_choose, (count,), arguments, OWNER=owner, POOL=not p.options.request_rows, AMONG=p.among is not None,
         GROUPS=power_of_two(candidates) if candidates else index_groups(p.columns), KEPT=kept,
         WIDTH=max(kept, power_of_two(p.topk)), HIGH=high, HELD=HELD, CANDIDATES=candidates > 0,
         num_warps=warps if kept > 128 else 4, launch_pdl=count <= target.num_sms and kept <= 1024,
@@ -425,7 +425,7 @@ def _best_groups(
         lists=_lists(p),
     )
     program.launch(
-        index_select, (count, candidates // each), arguments, OWNER=owner, POOL=not p.request_rows,
+        index_select, (count, candidates // each), arguments, OWNER=owner, POOL=not p.options.request_rows,
         AMONG=p.among is not None, FIRST=True, LAST=False, SIZE=size, KEPT=each, WIDTH=each, ROWS=GROUP,
         num_warps=16 if size >= 4096 else 4,
     )  # fmt: skip
@@ -454,9 +454,9 @@ def _select(
             lists=_lists(p),
         )
         program.launch(
-            index_select, (count, pieces), arguments, OWNER=owner, POOL=not p.request_rows, AMONG=p.among is not None,
-            FIRST=source is scratch, LAST=last, SIZE=size, KEPT=kept, WIDTH=max(kept, power_of_two(p.topk)), ROWS=1,
-            num_warps=warps,
+            index_select, (count, pieces), arguments, OWNER=owner, POOL=not p.options.request_rows,
+            AMONG=p.among is not None, FIRST=source is scratch, LAST=last, SIZE=size, KEPT=kept,
+            WIDTH=max(kept, power_of_two(p.topk)), ROWS=1, num_warps=warps,
         )  # fmt: skip
         if last:
             return

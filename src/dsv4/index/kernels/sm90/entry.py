@@ -24,7 +24,7 @@ def prepare(p: IndexProblem, target: Target, program: Program) -> None:
             prepare_topk(p, target, program, index_scores_fp4_boxes_sm90, fp4_boxes_tiling)
         else:
             prepare_topk(p, target, program, index_scores_fp4_sm90, fp4_tiling)
-    elif p.among is not None or p.topk_blocks or p.bf16_scores:  # DeepSeek-V4.1 has these with FP4 keys
+    elif p.among is not None or p.topk_blocks or p.options.bf16_scores:  # DeepSeek-V4.1 has these with FP4 keys
         prepare_topk(p, target, program, index_scores, plain_tiling)
     elif comes_in_boxes(p):
         prepare_topk(p, target, program, index_scores_pages_sm90, boxes_tiling if p.fp8 else wide_boxes_tiling)
