@@ -1,13 +1,13 @@
 """# 1. Scores: S = Q K^T by the tensor core
 
-The first half of attention is one matrix product. On Blackwell it takes three parties: the copy engine (TMA) brings
-tiles of Q and K into shared memory, one thread tells the tensor core to multiply them, and the result lies in *tensor
+The first half of attention is one matrix product. On Blackwell it involves three parties: the copy engine (TMA) loads
+tiles of Q and K into shared memory, one thread issues the product, and the tensor core writes the result to *tensor
 memory*, 128 lanes of 512 columns that only the tensor core and a few load and store instructions can reach.
 
-All three are asynchronous. A copy says that it has landed through an *mbarrier*: it is told how many bytes to expect,
-and a wait on its phase passes when they are there. A product says that it is complete through another one, on which
+All three are asynchronous. A copy signals its completion through an *mbarrier*: the kernel announces how many bytes to
+expect, and a wait on the barrier's phase passes when they have arrived. A product signals through another one, on which
 `tcgen05_commit` arrives. The phase of a barrier flips each time it completes, so the n-th use waits for parity n % 2:
-a constant 0 is right once, then lets everybody through, then hangs.
+a constant 0 is right once, then lets every thread through, then hangs.
 
 A tensor-core instruction multiplies 16 columns of bf16. Head dim 16 is one of them, head dim 64 four, all into the
 same accumulator: `use_acc=False` starts it, `True` adds. Wider tiles come in steps; each step reuses the two tiles in
@@ -15,7 +15,7 @@ shared memory, so the copy of step n + 1 must wait until the product of step n h
 for `done` is for, and it is the wait that is easy to forget: with an engine that copies slowly the result is right
 anyway.
 
-Where rows lie in shared memory is the copy engine's business and the tensor core's: both are told the same swizzle
+The copy engine and the tensor core must agree on where rows lie in shared memory: both get the same swizzle
 (here by `NVMMASharedLayout.get_default_for`: 32 bytes for 16 columns, 128 bytes for 64). The row pitch the tensor
 core assumes is the width of that swizzle, never the width of your tile. Write rows by hand with another pitch, or
 read a wide tile through a descriptor made for a narrow one, and even and odd columns change places.
@@ -85,7 +85,7 @@ def check_several_steps() -> None:
 
 
 def check_a_forgotten_wait_is_found() -> None:
-    """Also when every copy and product is done at once, and the number is right."""
+    """softsm finds it even if every copy and product completes at once, and the number is right."""
     s, want, report = attempt(64, 16, wait=False, order="eager")
     compare(s, want, 2.0**-20)
     assert "race" in report.codes(), str(report)

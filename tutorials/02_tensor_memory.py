@@ -4,8 +4,8 @@ Tensor memory is addressed by lane (0 to 127) and column (0 to 511, 32 bits each
 its result into lane m and column n of it into column n, so a row of S is one lane and 128 columns of it.
 
 Warps reach it with `tcgen05.ld` and `tcgen05.st`. Warp w of a warpgroup may touch lanes 32 w to 32 w + 31 and no
-others: that is the first rule, and why softmax takes four warps. The second is the *shape* of the access, which says
-what each register of each thread stands for (t: thread, r: register):
+others: that is the first rule, and why softmax needs four warps. The second is the *shape* of the access, which defines
+what each register of each thread holds (t: thread, r: register):
 
 | shape   | lane                  | column                       |
 |---------|-----------------------|------------------------------|
@@ -15,15 +15,15 @@ what each register of each thread stands for (t: thread, r: register):
 | 16x256b | t/4 + 8 ((r/2)%2)     | 8 (r/4) + 2 (t%4) + r%2      |
 | 16x32bx2| t%16                  | r, or the second half of the columns for t >= 16 |
 
-The first one is what softmax wants: a thread has a whole row, so its maximum and its sum need no other thread.
+The first one suits softmax: a thread has a whole row, so its maximum and its sum need no other thread.
 16x256b is the old register fragment of `mma.sync`: a thread has two columns each of two rows. Read one as if it were
 the other and the row maximum is taken over the wrong elements; the numbers look almost right.
 
 In Gluon the shape is part of the register layout. The kernel below writes a tile with one shape and reads it back
-with another: tensor memory does not care who wrote it how. `owner` is the table as code; a check shows that every
+with another: tensor memory does not record how it was written. `owner` is the table as code; a check shows that every
 cell of an access has exactly one owner.
 
-Stores with the 16-lane shapes want their column aligned; 32x32b takes any column. And an access covers columns that
+Stores with the 16-lane shapes need an aligned column; 32x32b accepts any column. And an access covers columns that
 must have been allocated and written: softsm fills unwritten columns with NaN and reports who read them.
 
 Museum: exhibits 3 (alignment of 16x256b), 12 and 13 (row maximum over the wrong fragment), 24 (another warp's lanes).
@@ -58,7 +58,7 @@ def owner(shape: str, thread: int, register: int) -> tuple[int, int]:
 
 
 def check_shapes_agree() -> None:
-    """What one shape writes the others read."""
+    """Every shape reads what another one wrote."""
     x, y = torch.randn(128, 64), torch.full((128, 64), float("nan"))
     for write, read in zip(SHAPES, SHAPES[1:] + SHAPES[:1]):
         report = run(there_and_back, x, y.fill_(float("nan")), write, read)

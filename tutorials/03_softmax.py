@@ -2,13 +2,13 @@
 
 S lies in tensor memory, a row per lane. With the 32x32b load every thread holds one whole row, so softmax is plain
 register code: the maximum, an exponential per element, the sum. `exp(x)` is computed as `exp2(x log2(e))`, since that
-is what the hardware has, and the factor log2(e) is put into the scale beforehand: one multiply-add and one
-exponential per score. Scale the scores and scale the maximum too, once each: a maximum that is scaled twice is still
-a fine reference point for one tile, which is why the mistake stays hidden until there are two tiles (chapter 6).
+is what the hardware has, and the scale includes the factor log2(e): one multiply-add and one exponential per score.
+Scale the scores and scale the maximum too, once each: a maximum that is scaled twice is still a fine reference
+point for one tile, which is why the mistake stays hidden until there are two tiles (chapter 6).
 
 The result P goes back to where the tensor core can read it, as bf16. In tensor memory two bf16 share a column, so P
-of 128 keys takes 64 columns, and it may take the place of S's first half, *after* every score of the row has been
-read. Inside a thread that order is the order of the program. Between the product that wrote S and the load that reads
+of 128 keys needs 64 columns, and it may overwrite S's first half *after* every score of the row has been read.
+Inside a thread that order is the order of the program. Between the product that wrote S and the load that reads
 it there is nothing of the kind: a commit, a wait on its barrier, and only then the load.
 
 The kernel divides by the row sum at once; the later chapters leave that to the end, where it costs one multiplication

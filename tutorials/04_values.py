@@ -1,16 +1,16 @@
 """# 4. Values: O = P V, with P from tensor memory and from shared memory
 
-The second product has P as its left operand. The tensor core takes that operand from shared memory (the SS form) or
-from tensor memory (the TS form); the right one, V, always comes from shared memory.
+The second product has P as its left operand. The tensor core reads that operand from shared memory (the SS form) or
+from tensor memory (the TS form); the right one, V, is always in shared memory.
 
 TS is the short way: softmax has just written P into tensor memory. The operand is *packed*: two bf16 per 32-bit
 column, low half first. Store the fp32 number 1.0 there and the tensor core sees 0.0 and 1.0 side by side, so a sum of
-sixteen ones comes out as 8: half of the truth, and no error from anybody. In Gluon the type of the tensor-memory view
+sixteen ones gives 8, half of the right result, without an error. In Gluon the type of the tensor-memory view
 is the type of what is stored, so convert first and store through a bf16 view.
 
 SS needs P in shared memory, in the layout that the tensor core reads. An ordinary store writes through the *generic
-proxy*, the tensor core reads through the *async proxy*, and the two do not see each other's work until
-`fence.proxy.async` says so; a barrier alone is not enough. Triton puts that fence in by itself where it sees the
+proxy*, the tensor core reads through the *async proxy*, and neither sees what the other wrote before a
+`fence.proxy.async`; a barrier alone is not enough. Triton puts that fence in by itself where it sees the
 store and the product in one piece of code. Between warps of different roles (chapter 10) it does not, and in PTX
 nothing does.
 

@@ -1,6 +1,7 @@
 """# 6. Many tiles: online softmax
 
-Keys come in tiles, and no row knows its maximum before the last. So each row keeps a reference m, the maximum so far,
+Keys are processed in tiles, and the maximum of a row is known only after the last. So each row keeps a reference m,
+the maximum so far,
 and everything accumulated is relative to it: l, and O in tensor memory. When a tile brings a larger maximum, both are
 multiplied by alpha = 2^(m_old - m_new). Forget it and one tile is right, two are wrong, by an amount that looks like
 rounding when the maxima are close: test with keys whose scores grow.
@@ -11,7 +12,7 @@ growth is more than a factor of 2^8. That one comparison removes almost all of t
 
 K and V arrive in a ring of two slots each. Every slot has two barriers in the general case, *ready* (the copy has
 landed) and *free* (the products that read it are complete). Here one thread of control does everything in order, so
-`done`, on which the tensor core arrives once per product, tells both. Phases: use number u of a barrier completes
+`done`, on which the tensor core arrives once per product, signals both. Phases: use number u of a barrier completes
 phase u, and one waits for parity u % 2. Coordinates: tile number times 128 rows; not 0, and not the number of copies
 issued so far, which counts K and V together.
 

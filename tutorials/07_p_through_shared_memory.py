@@ -1,6 +1,6 @@
 """# 7. P through shared memory: wide heads
 
-At head dim 64 the plan of chapter 6 takes 192 of the 512 columns. At head dim 256 O alone takes 256, and at 512 all
+At head dim 64 the plan of chapter 6 needs 192 of the 512 columns. At head dim 256 O alone needs 256, and at 512 all
 of them. P in tensor memory lies over S and costs nothing extra, as long as the product may read its left operand
 there; with 64 rows per product (head dim 512 in one CTA) it may not. So the other way must work as well: P as a tile
 in shared memory.
@@ -8,8 +8,8 @@ in shared memory.
 The trouble with that way is only ever *where each element goes*. The thread holds a row (chapter 2), the tensor core
 reads [128 rows, 64 columns] panels whose 16-byte pieces are permuted: piece c of row r lies at piece c XOR (r % 8).
 Write that by hand from a register fragment and every mistake gives numbers near zero. Let the layout do it:
-`p_shared.store(p)` takes a register tensor in any layout to the layout of the buffer, and the buffer's layout is the
-one the product is told.
+`p_shared.store(p)` converts a register tensor in any layout to the layout of the buffer, which is also the one that
+the product uses.
 
 Wide heads also change the tiles. K and V tiles of 128 keys and 256 columns are 64 KB each: with Q of 64 KB that is
 all of shared memory and no ring at all. So the tiles are 64 keys long here; S is 64 columns wide.

@@ -11,7 +11,7 @@ enough to be taken for rounding.
 
 The corner cases decide whether this is a library. A part that saw no key has LSE = -inf and weight 0, and its O may
 be anything, NaN included: 0 * NaN is NaN, so it must not be read or must be replaced. If no part saw a key the result
-is 0, and LSE is -inf, whatever the sink says. A sink of -inf is none, one of +inf makes every result 0.
+is 0, and LSE is -inf, whatever the sink is. A sink of -inf means no sink, one of +inf makes every result 0.
 
 The window is a matter of which keys a row sees: query i of T sees key j of S iff i + S - T - left <= j <= i + S - T +
 right. Rows of one tile see different keys, so a mask is needed at the edges and nowhere else.

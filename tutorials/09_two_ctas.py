@@ -4,14 +4,15 @@ At head dim 512 O of 128 rows is 128 lanes by 512 columns: all of tensor memory,
 twice, once per half of the head dim, would be one way out, and a bad one. There are two good ones.
 
 *64 rows per CTA.* A product of 64 rows leaves half of each 32-lane group unused, and the two halves of O fit side by
-side into 256 columns. The library does this for decode, varlen, paged and split problems (`fmha/forward.py`).
+side into 256 columns. The library does this for decode, varlen, paged and split problems
+(`src/dsv4/fmha/kernels/sm100/forward.py`).
 
 *A pair of CTAs.* Two CTAs of a cluster, on two SMs, issue one product together (`cta_group::2`): 128 rows, 64 in each
 CTA. Each holds in its tensor memory the 64 rows of its own, columns folded in two over the 128 lanes, so O takes 256
 columns and S 64 of each. The right operand is split: each CTA loads *half* of K (half of the keys) and half of V
 (half of the columns) and both tensor cores read both halves. Every byte of K and V is loaded once per pair instead of
-once per CTA, which is what pairs are for. The library launches the pair for dense problems with at least 128 packed
-query rows (`fmha/forward_pair.py`; `pairs` in `fmha/entry.py` has the exact rule).
+once per CTA, which is the purpose of pairs. The library launches the pair for dense problems with at least 128 packed
+query rows (`forward_pair.py` in the same folder; `pairs` in its `entry.py` has the exact rule).
 
 One CTA, the leader, issues. The barriers follow from that: copies of both CTAs count bytes on the *leader's* barrier,
 since it is the leader that must know when all is there. So its expected bytes are those of both, each CTA announcing

@@ -1,7 +1,7 @@
 """# 10. Roles: many warps, many barriers
 
 One thread of control waits for everything in turn, and the tensor core idles while softmax runs. In the library's
-kernel every party is a *role* with warps of its own: a warp that issues copies, one that issues products, four or
+kernel every party is a *role* with its own warps: a warp that issues copies, one that issues products, four or
 eight for softmax, four that rescale and store O. `gl.warp_specialize` starts them; after that they meet at barriers
 only.
 
@@ -14,7 +14,7 @@ Bytes are not arrivals, they are announced with `expect`; a barrier initialised 
 The first time round is special. A slot is free before anybody has freed it, so the load role waits for parity 1
 first: the phase *before* phase 0 counts as complete. Wait for parity 0 there and the kernel stands still: the load
 role waits for a product, the product for a copy, and none of them moves. On a GPU that is a process that does not end.
-softsm sees that no warp can make progress, and says who waits for which barrier, for which phase, and who should have
+softsm detects that no warp can make progress, and reports who waits for which barrier and phase, and who should have
 arrived.
 
 Registers are shared out among the roles too (`worker_num_regs`): a load warp needs few, a softmax thread with a row

@@ -2,17 +2,17 @@
 
     python tutorials/serve.py
 
-A step of a server is one pass of the model over tokens of many requests. Which tokens, is the whole art:
+A step of a server is one pass of the model over tokens of many requests. The server chooses the tokens by three rules:
 
-- A request that decodes gives one token per step, and wants every step. So the decoders go first.
-- A prompt is as many tokens as it is; in one piece it would make the decoders wait. So it goes in by chunks, beside
-  them, into what is left of the step (`chunk`).
-- Rows live in pages. A window page holds 8 tokens here and goes back when the window (16 tokens) has passed it; a
-  token page holds the compressed rows of 32 tokens and stays until the request is over. A prompt is let in when there
-  are token pages for it and for what it will say; until then it waits, and no later request overtakes it.
+- A request that decodes gives one token per step, and needs every step. So decoding requests go first.
+- A prompt may be long; in one piece it would delay decoding. So it is processed in chunks that fill the rest of the
+  step (`chunk`).
+- Rows live in pages. A window page holds 8 tokens here and is freed when the window (16 tokens) has passed it; a
+  token page holds the compressed rows of 32 tokens and stays until the request ends. A prompt is admitted when there
+  are token pages for it and for its answer; until then it waits, and no later request overtakes it.
 
-Watch the columns: `c` comes while `a` decodes, and `a` goes on token by token. `d` must wait until `b` and `c` have
-given their pages back. In the end all pages are free, and every request has said what it says when it is alone.
+Watch the columns: `c` arrives while `a` decodes, and `a` continues token by token. `d` must wait until `b` and `c`
+have freed their pages. In the end all pages are free, and every request has got the answer that it gets alone.
 """
 
 import sys
@@ -82,7 +82,7 @@ def main() -> None:
     for name, (_, new_tokens) in sizes.items():
         (alone,) = engine(model).generate([prompts[name]], new_tokens)
         assert said[name] == alone, (name, said[name], alone)
-    out.print("Every request said what it says alone; all pages are free.")
+    out.print("Every answer is the one that the request gets alone; all pages are free.")
 
 
 if __name__ == "__main__":

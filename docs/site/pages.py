@@ -260,7 +260,7 @@ OPERATIONS = ("dense", "v4", "index", "backward")
 
 
 def by_operation(path: Path) -> tuple[int, str]:
-    """Attention first, gradients last."""
+    """Sort key: attention first, gradients last."""
     named = [n for n, operation in enumerate(OPERATIONS) if operation in path.stem]
     return (named or [len(OPERATIONS)])[0], path.stem
 

@@ -116,7 +116,7 @@ class PagedModel:
         self.graph_memory = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
 
     def _pools(self, layer: Any, fp8: bool) -> dict[str, Any]:
-        """Rows and states of one layer, and what else is kept for it."""
+        """Return rows and states of one layer, and what else is kept for it."""
         places, dtype, device = self.places, layer.kv_proj.weight.dtype, self.device
         count = places.window_page_count
         pools: dict[str, Any] = {}
@@ -151,7 +151,7 @@ class PagedModel:
         return dict(zip(new, logits.split(counts) if all_logits else logits.unbind()))
 
     def _tokens(self, new: Mapping[Hashable, Sequence[int] | Tensor]) -> tuple[Tensor, list[int]]:
-        """Checked: the tokens of all requests end to end, int64, and how many each has."""
+        """Check and return the tokens of all requests end to end, int64, and how many each has."""
         if all(type(x) is list for x in new.values()):  # the usual thing, all at once
             flat = list(itertools.chain.from_iterable(new.values()))
             counts = [len(x) for x in new.values()]
@@ -162,7 +162,7 @@ class PagedModel:
         return torch.cat([x.to(device) for x in ids]), [len(x) for x in ids]
 
     def _step(self, names: list[Hashable], tokens: Tensor, counts: list[int], all_logits: bool = False) -> Tensor:
-        """Logits [requests or tokens, vocabulary]."""
+        """Return logits [requests or tokens, vocabulary]."""
         self._room(names, counts)
         places = self.places
         requests = [self.requests.get(name) or paging.Request(places.lines.take(1)[0]) for name in names]
@@ -188,7 +188,7 @@ class PagedModel:
         return logits
 
     def _run(self, tokens: Tensor, requests: list[paging.Request], counts: list[int], all_logits: bool) -> Tensor:
-        """Any step."""
+        """Run any step."""
         places, total = self.places, sum(counts)
         begins = np.array([request.tokens for request in requests])
         ends = begins + counts
@@ -249,7 +249,7 @@ class PagedModel:
     def generate(
         self, prompts: Sequence[Sequence[int] | Tensor], new_tokens: int, *, stop: int | None = None
     ) -> list[list[int]]:
-        """Greedy decoding: the next new_tokens tokens of each prompt, or fewer if the token ``stop`` comes first.
+        """Decode greedily: the next new_tokens tokens of each prompt, or fewer if the token ``stop`` comes first.
 
         Prompts start when there is room, together with requests that are decoding (serving.py).
         """
@@ -278,7 +278,7 @@ class PagedModel:
         return -(-tokens // self.places.page_tokens)
 
     def token_ids(self, name: str, x: Sequence[int] | Tensor) -> Tensor:
-        """Checked, int64 [n], where they are."""
+        """Check token numbers; return them as int64 [n] on their device."""
         accepted = "one or more token numbers"
         try:
             ids = x if isinstance(x, Tensor) else torch.as_tensor(x, device="cpu")
@@ -291,7 +291,7 @@ class PagedModel:
         return ids.long()
 
     def _room(self, names: list[Hashable], counts: list[int]) -> None:
-        """ValueError unless there is room for this many tokens."""
+        """Raise a ValueError unless there is room for this many tokens."""
         if sum(counts) > self.chunk:
             came = f"{sum(counts)} tokens"
             checks.fail("new", came, f"at most {self.chunk} in a step, the chunk of this PagedModel")
@@ -346,7 +346,7 @@ class Decoder:
         ]
 
     def run(self, tokens: Tensor, requests: list[paging.Request]) -> Tensor:
-        """Logits [requests, vocabulary]."""
+        """Return logits [requests, vocabulary]."""
         count, places, host = len(requests), self.owner.places, self.sent.begin()
         lines = np.full(self.size, self.owner.limit)
         lines[:count] = [request.line for request in requests]
@@ -368,7 +368,7 @@ class Decoder:
         return self.logits[:count].clone()
 
     def step(self) -> Step:
-        """For what was sent last."""
+        """Return the step for what was sent last."""
         at = self.sent.device
         return Step(self.owner, at["positions"].long(), self.starts, at["lines"].long(), at["tables"], at["windows"],
                     plans=self.plans)  # fmt: skip
@@ -377,8 +377,8 @@ class Decoder:
         return self.owner._forward(self.sent.device["ids"].long(), self.step(), 0)
 
     def _capture(self) -> None:
-        """Once without a graph, which compiles what must be. That a step is then done again changes nothing: it writes
-        the same rows, and reads of the states only tokens before it."""
+        """Capture a graph after a run without one, which compiles the kernels. Repeating the step changes nothing:
+        it writes the same rows, and reads of the states only tokens before it."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -402,7 +402,7 @@ def _graphs(graphs: bool | None, device: torch.device, config: Any) -> bool:
 
 
 def _rope_table(model: Any, kind: str, positions: int) -> Tensor:
-    """fp32 [positions, r]: the model's own cosines, then its sines."""
+    """Return fp32 [positions, r]: the model's own cosines, then its sines."""
     device = model.model.rotary_emb.main_inv_freq.device
     numbers = torch.arange(positions, device=device)[None]
     with torch.no_grad():

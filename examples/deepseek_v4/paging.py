@@ -62,7 +62,7 @@ class Places:
         self.windows = np.full((requests + 1, width), self.window_page_count, dtype=np.int32)
 
     def needs(self, request: Request, new: int) -> tuple[int, int]:
-        """(token pages, window pages) that are missing for this many more tokens."""
+        """Return (token pages, window pages) that are missing for this many more tokens."""
         end = request.tokens + new
         window = -(-end // self.window_page) - request.first - len(request.window)
         return -(-end // self.page_tokens) - len(request.pages), window
@@ -133,7 +133,7 @@ class Upload:
 
 
 def pool(pages: int, rows: int, width: int, fp8: bool, dtype: torch.dtype, device: torch.device) -> Pool:
-    """Pages 0 .. pages - 1, and the one for what must not be written."""
+    """Return pages 0 .. pages - 1, and the one for what must not be written."""
     if fp8:
         return Fp8Cache.empty(pages + 1, rows, device=device)
     return torch.zeros(pages + 1, rows, width, dtype=dtype, device=device)

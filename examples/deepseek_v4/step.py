@@ -75,7 +75,7 @@ class Rows:
 
 
 class Step:
-    """The tokens of one step. transformers takes it for its cache, and hands it to every attention layer.
+    """The tokens of one step. transformers treats it as its cache, and passes it to every attention layer.
 
     positions int64 [N]: token numbers in their sequences; starts int32 [R + 1]: first token of each request; lines
     int64 [R]; table, windows int32 [R, ...]: page numbers of the requests.
@@ -113,7 +113,9 @@ class Step:
         self.dsv4_layer = self._layer if self.parts.kernels and streams & (streams - 1) == 0 else None
 
     def _layer(self, layer: Any, hidden: Tensor, input_ids: Tensor) -> Tensor:
-        """DeepseekV4DecoderLayer.forward: streams [1, N, H, hidden] -> the same, with fewer and larger kernels."""
+        """Replace DeepseekV4DecoderLayer.forward: streams [1, N, H, hidden] -> the same, with fewer and larger
+        kernels.
+        """
         streams, parts = hidden[0], self.parts
         assert isinstance(parts, Kernels)
         weights, x = parts.collapse(streams, layer.attn_hc, layer.input_layernorm)
@@ -124,7 +126,7 @@ class Step:
         return parts.spread(streams, y[0], weights)[None]
 
     def dsv4_attention(self, layer: Any, hidden: Tensor) -> Tensor:
-        """DeepseekV4Attention.forward: [1, N, hidden] -> [1, N, hidden]."""
+        """Replace DeepseekV4Attention.forward: [1, N, hidden] -> [1, N, hidden]."""
         x, pools, parts = hidden[0], self.model.pools[layer.layer_idx], self.parts
         cos_sin = self.model.tables[layer.rope_layer_type]
         n = x.shape[0]
@@ -158,7 +160,7 @@ class Step:
         self, part: Any, rows: Rows, kv: Tensor, gate: Tensor, pool: Pool, states: tuple[Tensor, Tensor],
         cos_sin: Tensor,
     ) -> None:  # fmt: skip
-        """The rows that these tokens finish, into the pool; and the tokens into the states, when it is time."""
+        """Store the rows that these tokens finish in the pool, and the tokens in the states, when it is time."""
         kept = rows.kept
         if isinstance(self.parts, Kernels):
             self.parts.compress(pool, states, kv, gate, part, cos_sin, rows, self.positions)
@@ -194,12 +196,12 @@ class Step:
         return chosen
 
     def commit(self) -> None:
-        """The step has succeeded: the states move on."""
+        """Advance the states after a successful step."""
         for state, places, rows in self.late:
             state.index_copy_(0, places, rows)
 
 
 def _halves(x: Tensor) -> Tensor:
-    """[W, 2m, 2d] -> [W, 2m, d]: the first half of the m tokens of the window before, the second of its own."""
+    """Select halves [W, 2m, 2d] -> [W, 2m, d]: the first of the previous window's m tokens, the second of its own."""
     m, d = x.shape[1] // 2, x.shape[2] // 2
     return torch.cat([x[:, :m, :d], x[:, m:, d:]], 1)

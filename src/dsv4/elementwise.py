@@ -83,8 +83,8 @@ class Kernels(Torch):
         rows: Any,
         positions: Tensor,
     ) -> None:
-        """The rows (step.Rows) of the projections [N, width], by a compressor, into the pool; and the tokens into the
-        states, if that is not for later."""
+        """Store the rows (step.Rows) that a compressor makes of projections [N, width] in the pool, and the tokens
+        into the states, if that is not for later."""
         which = (rows.numbers, rows.lines, rows.begins, rows.starts, rows.targets)
         self.rings(
             kv,

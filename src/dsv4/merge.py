@@ -46,7 +46,7 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor], sink: Tensor | 
 
 
 def _weights(lses: list[Tensor], sink: Tensor | None, four: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(lse, each partial's share of the softmax [n, *lse], what the sink leaves of it and what it takes [*lse]).
+    """Return (lse, each partial's share of the softmax [n, *lse], what the sink leaves of it and its own share [*lse]).
 
     Everything is relative to the largest LSE, not to the merged one, in which a large LSE leaves no room for log n."""
     parts = torch.stack(lses)

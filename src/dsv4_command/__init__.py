@@ -55,7 +55,7 @@ class Commands(typer.core.TyperGroup):
 
 app = typer.Typer(
     cls=Commands,
-    help="Attention for DeepSeek-V4-class models: run it, verify it, ask what this machine can do.",
+    help="Attention for DeepSeek-V4-class models: run it, verify it, and show what this machine can run.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -266,7 +266,7 @@ def time(
     json: Annotated[bool, typer.Option(help="print JSON (docs/reports.md has the schema)")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="folder for a timeline of each launch")] = None,
 ) -> None:
-    """Predict how long each launch takes on a GPU, and say what it waits for.
+    """Predict how long each launch takes on a GPU, and show what it waits for.
 
     Only some CTAs of each grid run, and products are not computed: results of the program are wrong.
     `softsm.checking()` inside it is off."""
@@ -315,7 +315,7 @@ def museum(
 ) -> None:
     """Run the museum: softsm must name each bug, and find nothing in its corrected twin.
 
-    The third column says at which level: default, strict, or only by values that differ from a reference."""
+    The third column shows the level that finds it: default, strict, or only values that differ from a reference."""
     with loading("numba"):
         from softsm.museum.judge import gather, judge
 
@@ -341,7 +341,7 @@ def museum(
 
 
 @app.command()
-def serve(idle: Annotated[float, typer.Option(help="minutes without a request after which it ends")] = 60.0) -> None:
+def serve(idle: Annotated[float, typer.Option(help="end after this many minutes without a request")] = 60.0) -> None:
     """Stay resident, so that `softsm check`, `run`, `trace` and `time`, and `pytest --softsm`, begin at once.
 
     Runs in the foreground until you interrupt it. SOFTSM_SERVE=0 keeps a command from using it."""

@@ -83,8 +83,8 @@ def padded_bytes(name: str) -> int:
 
 
 def unpack_padded(data: np.ndarray, name: str) -> np.ndarray:
-    """16-byte units holding 16 packed 4- or 6-bit codes followed by padding (kind f8f6f4 in shared memory; sources of
-    tcgen05.cp and ldmatrix with decompression): [..., 16u] bytes -> [..., 16u] codes."""
+    """Unpacks 16-byte units holding 16 packed 4- or 6-bit codes followed by padding (kind f8f6f4 in shared memory;
+    sources of tcgen05.cp and ldmatrix with decompression): [..., 16u] bytes -> [..., 16u] codes."""
     units = data.reshape(*data.shape[:-1], -1, 16)
     codes = unpack_nibbles(units[..., :8]) if BITS[name] == 4 else unpack_sixes(units[..., :12])
     return codes.reshape(data.shape)

@@ -32,13 +32,13 @@ PATIENCE = 5.0  # seconds for an answer; forking takes a few milliseconds
 
 
 def socket_path() -> Path:
-    """One for each user and each environment."""
+    """Returns the path of the socket, one for each user and each environment."""
     environment = hashlib.sha256(sys.prefix.encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"softsm-{os.getuid()}" / environment
 
 
 def identity() -> dict[str, Any]:
-    """What must be equal in both processes."""
+    """Returns what must be equal in both processes."""
     found: dict[str, Any] = {"Python": [sys.version, sys.prefix]}
     for name in PACKAGES:
         spec = importlib.util.find_spec(name)
@@ -104,7 +104,7 @@ def alive(path: Path) -> bool:
 
 
 def trusted(path: Path) -> bool:
-    """A socket of this user, in a folder that only this user can write to."""
+    """Returns whether the socket is this user's, in a folder that only this user can write to."""
     try:
         folder, file = path.parent.lstat(), path.lstat()
     except OSError:

@@ -107,7 +107,7 @@ class DenseContest:
         """Return the error of the last sequence's first and last query heads, against fp32."""
         case, worst = self.case, 0.0
         if result.shape != self.q.shape:
-            raise RuntimeError(f"{name}: a result of shape {list(result.shape)}")
+            raise RuntimeError(f"{name}: got a result of shape {list(result.shape)}; accepted: {list(self.q.shape)}")
         for head in (0, case.q_heads - 1):
             kv_head = head // (case.q_heads // case.kv_heads)
             q, k, v = (x[-1, :, h].float() for x, h in ((self.q, head), (self.k, kv_head), (self.v, kv_head)))

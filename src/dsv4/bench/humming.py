@@ -115,7 +115,7 @@ class _Product:
 
 
 def _layer(codes: Tensor, scales: Tensor, group: int) -> Any:
-    """codes uint8 [E, N, K / 2], scales uint8 [E, N, K / 32]."""
+    """Make a layer from codes uint8 [E, N, K / 2], scales uint8 [E, N, K / 32]."""
     from humming.layer import HummingLayer
 
     with torch.device(codes.device):

@@ -213,7 +213,8 @@ def dense_backward(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) 
 
 
 def v4_backward(q: Tensor, kv: Tensor, indices: Tensor, sink: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> Calls:
-    """Gradients of V4 attention: q, out, dout [N, H, 512], kv [rows, 512], indices [N, K], lse [N, H] without the sink
+    """Return calls for gradients of V4 attention: q, out, dout [N, H, 512], kv [rows, 512], indices [N, K], lse [N,
+    H] without the sink
     -> dq, dsink, dkv. The peer expects a finished forward pass, not autograd's."""
     cudnn = module("cuDNN frontend")
     if cudnn is None:
@@ -246,7 +247,7 @@ class FlashMLA:
         return {"use_legacy": True} if old and "use_legacy" in inspect.signature(function).parameters else {}
 
     def prefill(self, q: Tensor, kv: Tensor, indices: Tensor, sink: Tensor) -> Callable[[], Tensor]:
-        """q [N, H, 512], kv bf16 [rows, 512], indices [N, K] -> out [N, H, 512]."""
+        """Return a call: q [N, H, 512], kv bf16 [rows, 512], indices [N, K] -> out [N, H, 512]."""
         function = self.module.flash_mla_sparse_fwd
         more = self._legacy(function)
         lists = indices[:, None]
@@ -261,8 +262,8 @@ class FlashMLA:
         compressed_indices: Tensor | None,
         sink: Tensor,
     ) -> Callable[[], Tensor]:
-        """q [N, H, 512], pages uint8 [pages, rows, 1, 584], lists [N, K] -> out [N, H, 512]. Heads are padded to 64 or
-        128 beforehand; the first call makes the schedule, which the others use again."""
+        """Return a call: q [N, H, 512], pages uint8 [pages, rows, 1, 584], lists [N, K] -> out [N, H, 512]. Heads
+        are padded to 64 or 128 beforehand; the first call makes the schedule, which the others use again."""
         function = self.module.flash_mla_with_kvcache
         more = self._legacy(function)
         heads = q.shape[1]
@@ -306,8 +307,8 @@ class DeepGEMM:
         return self.module is not None
 
     def paged(self, q: Tensor, pages: Tensor, weights: Tensor, lengths: Tensor, table: Tensor) -> Callable[[], Tensor]:
-        """q e4m3 [requests, queries, H, 128], pages uint8 [pages, 64, 132], weights fp32 [N, H], lengths int32
-        [requests, queries] -> scores fp32 [N, table width * 64]; what is not seen is left as it was."""
+        """Return a call: q e4m3 [requests, queries, H, 128], pages uint8 [pages, 64, 132], weights fp32 [N, H],
+        lengths int32 [requests, queries] -> scores fp32 [N, table width * 64]; what is not seen is left as it was."""
         longest, lib = table.shape[1] * 64, self.module
         num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count
         schedule = lib.get_paged_mqa_logits_metadata(lengths, 64, num_sms)
@@ -317,6 +318,6 @@ class DeepGEMM:
     def contiguous(
         self, q: Tensor, k: Tensor, k_scales: Tensor, weights: Tensor, lengths: Tensor
     ) -> Callable[[], Tensor]:
-        """q e4m3 [N, H, 128], k e4m3 [S, 128], scales fp32 [S] -> scores fp32 [N, S]."""
+        """Return a call: q e4m3 [N, H, 128], k e4m3 [S, 128], scales fp32 [S] -> scores fp32 [N, S]."""
         starts, lib = torch.zeros_like(lengths), self.module
         return lambda: lib.fp8_mqa_logits(q, (k, k_scales), weights, starts, lengths)

@@ -218,7 +218,7 @@ def kernels(what: str, where: Where, capability: tuple[int, int], run: bool) -> 
         where = where.resolve()
         for operation in dispatch.OPERATIONS:
             dispatch.kernel_module(operation, capability)
-    except (RuntimeError, ImportError) as why:  # both say in words what is missing
+    except (RuntimeError, ImportError) as why:  # the message of either names what is missing
         return Finding(what, "not here", None, str(why))
     return trial(what, where, run)
 

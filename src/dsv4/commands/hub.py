@@ -106,7 +106,7 @@ def imports(module: str) -> list[str]:
                 whole = f"{rest}.{attribute}" if rest and attribute else attribute or rest
                 found += [m for m in (whole, rest, f"{rest}.__init__") if m and path_of(m).exists()][:1]
             elif top not in TAKEN_FOR_GRANTED | LAZY and top not in sys.stdlib_module_names:
-                raise ImportError(f"dsv4.{module} imports {top}, which a kernel of the hub cannot")
+                raise ImportError(f"dsv4.{module} imports {top}, which a kernel of the hub cannot import")
     return found
 
 

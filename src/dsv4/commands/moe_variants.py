@@ -28,7 +28,7 @@ INTEGERS = (torch.int32, torch.int64)
 def problems(
     what: str, other: bool, hidden: int, experts: int, topk: int, arch: str
 ) -> Iterator[MoeProblem | RouteProblem]:
-    """what: "route", or the format of weights. other: tokens of images (route), a shared expert."""
+    """Yield problems. what: "route", or the format of weights. other: tokens of images (route), a shared expert."""
     if what == "route":
         yield from route_problems(other, hidden, experts, topk)
         return
@@ -44,7 +44,7 @@ def problems(
 
 
 def route_problems(images: bool, hidden: int, experts: int, topk: int) -> Iterator[RouteProblem]:
-    """Layers that learned their choice, by a bias or without, and layers with a table; few tokens and many."""
+    """Yield layers that learned their choice, by a bias or without, and layers with a table; few tokens and many."""
     rules: tuple[Any, ...] = (None, "bias", *INTEGERS)  # a dtype: of the table
     for tokens, rule in itertools.product((1, 4096), rules):
         more: dict[str, Any] = {}

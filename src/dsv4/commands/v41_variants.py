@@ -55,8 +55,8 @@ def index_problems(each: int, heads: int, topk: int, rows: int) -> Iterator[Inde
 
 
 def compress_launches(d: int, rope: int, arch: str) -> list[Launch]:
-    """Two tokens to a row and one, to rows, to a pool and to FP4 pages; window rows, compressed rows and keys into
-    pages; the output of attention for wo_a."""
+    """Return launches: two tokens to a row and one, to rows, to a pool and to FP4 pages; window rows, compressed
+    rows and keys into pages; the output of attention for wo_a."""
     from dsv4.caches.kernels.mxfp8 import write_mxfp8
     from dsv4.caches.kernels.pack import write_rows
     from dsv4.caches.quantize import like

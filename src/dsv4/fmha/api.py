@@ -228,7 +228,7 @@ OPTIONAL = ("sink", "k_scale", "v_scale")
 
 
 def _from_operator(build: Callable[..., problem.FmhaProblem]) -> Callable[..., problem.FmhaProblem]:
-    """Its arguments by name: tensors and fields of the options."""
+    """Return its arguments by name: tensors and fields of the options."""
 
     def built(**arguments: Any) -> problem.FmhaProblem:
         fields = {name: arguments.pop(name) for name in FmhaOptions._fields if name in arguments}

@@ -125,11 +125,11 @@ def _sequence(
     dsink = torch.zeros(heads, dtype=torch.float64, device=q.device)
 
     def packed(x: Tensor) -> Tensor:
-        """[tokens, h * G, D] -> [h, G * tokens, D]"""
+        """Reshape [tokens, h * G, D] -> [h, G * tokens, D]"""
         return x.to(compute).unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3).flatten(1, 2)
 
     def by_row(x: Tensor) -> Tensor:
-        """[h * G, tokens] -> [h, G * tokens, 1]"""
+        """Reshape [h * G, tokens] -> [h, G * tokens, 1]"""
         return x.unflatten(0, (kv_heads, group)).flatten(1, 2)[..., None]
 
     for begin in range(0, t, block):

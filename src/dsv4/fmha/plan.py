@@ -43,7 +43,7 @@ def reserved(c: Capacities, num_sms: int, deterministic: bool) -> tuple[int, int
 
 
 def warmup_calls(made: Plan, q: Tensor, kinds: Kinds) -> Iterator[tuple[tuple, dict]]:
-    """(tensors, options) of a call with one key per sequence, for each kind; dense keys also in whole tiles."""
+    """Yield (tensors, options) of a call with one key per sequence, for each kind; dense keys also in whole tiles."""
     scales = dict(k_scale=q.new_ones(1, dtype=torch.float32)) if _codes(kinds) else {}
     for tensors in _warmup_tensors(made, q, kinds):
         for causal in (False, True):
@@ -52,7 +52,7 @@ def warmup_calls(made: Plan, q: Tensor, kinds: Kinds) -> Iterator[tuple[tuple, d
 
 
 def _codes(kinds: Kinds) -> bool:
-    """FP8 caches, where they alone are asked for."""
+    """Return whether only FP8 caches are requested."""
     return kinds.fp8 == (True,)
 
 

@@ -98,7 +98,7 @@ class IndexProblem:
         return self.batch * self.topk == 0 or self.max_seqlen_k * self.columns == 0 or self.k.numel() == 0
 
     def owners(self) -> Tensor:
-        """int64 [N]: the sequence of each query; those past the last request have number `sequences`."""
+        """Return int64 [N]: the sequence of each query; those past the last request have number `sequences`."""
         n = torch.arange(self.batch, device=self.q.device)
         if self.block_table is None:
             return n // max(self.tokens, 1)
@@ -107,7 +107,7 @@ class IndexProblem:
         return torch.searchsorted(self.request_starts, n.int(), right=True) - 1
 
     def visible(self) -> Tensor:
-        """int64 [N]: rows that each query sees."""
+        """Return int64 [N]: rows that each query sees."""
         counts = self.counts.long().flatten()
         counts = (counts + 1) // self.ratio if self.ratio else counts
         counts = counts.clamp(0, self.max_seqlen_k)

@@ -34,7 +34,7 @@ class EngineExperts:
             getattr(layer, name).data = w13.new_empty(0)
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, expert_map: Tensor | None = None) -> Tensor:
-        """expert_map: int [experts of all ranks], the place of each on this rank or -1."""
+        """Apply the experts. expert_map: int [experts of all ranks], the place of each on this rank or -1."""
         if self.experts is None:
             checks.fail("experts", "no weights yet", "a layer whose weights are loaded")
         if expert_map is not None:

@@ -5,7 +5,7 @@ The splits of a row are added in their order, so the result does not depend on w
 
 fp16 partial results are half as long: O in fp16, every half of a row multiplied by a power of two that brings its
 largest value to 2^14 .. 2^15, so that nothing overflows and the rounding is an eighth of that to bf16. What undoes it
-lies beside the LSE: (LSE, factor of the left half, of the right half, nothing) in fp32.
+lies next to the LSE: (LSE, factor of the left half, of the right half, nothing) in fp32.
 """
 
 from typing import NamedTuple
@@ -78,7 +78,7 @@ def goal_of(row, tensors, sizes, strides, VARLEN: gl.constexpr):
 
 @gluon.jit
 def finish(sums, top, total, column, goal, tensors, sizes):
-    """Columns of a row whose splits are added up: sums of O and of weights, both relative to the largest LSE, top."""
+    """Write columns of a row whose splits are added up: sums of O and of weights, relative to the largest LSE, top."""
     safe = gl.where(top == -float("inf"), 0.0, top)
     with_sink = total + gl.exp2(goal.sink - safe)
     nothing = total == 0.0
@@ -100,7 +100,7 @@ def combine(
     COLUMNS: gl.constexpr = 64,
     EARLY: gl.constexpr = False,
 ):
-    """One program: one row (token, head) and COLUMNS of its columns. EARLY: launched while the splits are still being
+    """Merge COLUMNS columns of one row (token, head) per program. EARLY: launched while the splits are still being
     computed.
 
     SPLITS are added at a time, in an order that depends on SPLITS alone: up to 16 by one thread, which is the fewest
@@ -147,7 +147,7 @@ def combine(
 
 @gluon.jit
 def combine_fp16(tensors, sizes, strides, D: gl.constexpr, SPLITS: gl.constexpr, COLUMNS: gl.constexpr):
-    """One program: one row and COLUMNS of its columns, all of at most SPLITS splits at once. fp16 partial results.
+    """Merge COLUMNS columns of one row per program from fp16 partial results, all of at most SPLITS splits at once.
     Launched while the last splits are being computed."""
     dependent.wait_on_prior_grid()
     if SPLITS <= 16:
@@ -187,7 +187,7 @@ def whole_rows(columns, warps):
 
 @gluon.jit
 def combine_rows_fp16(tensors, sizes, strides, D: gl.constexpr, SPLITS: gl.constexpr, ROWS: gl.constexpr):
-    """The same as combine_fp16, one program ROWS rows and one half of their columns: with a program for every half row
+    """Do what combine_fp16 does, one half of the columns of ROWS rows per program: with a program for every half row
     the launch of the programs takes longer than what they do, 1.66 begin per ns (NOTES.md). Few splits."""
     dependent.wait_on_prior_grid()
     COLUMNS: gl.constexpr = D // 2
@@ -238,7 +238,7 @@ def combine_rows_fp16(tensors, sizes, strides, D: gl.constexpr, SPLITS: gl.const
 def clear_rows(
     tensors, strides, begin, total_q, step, head, end_head, want_lse, D: gl.constexpr, COLUMNS: gl.constexpr
 ):
-    """out 0 and lse -inf in tokens begin, begin + step, .. of the heads; for four warps."""
+    """Set out to 0 and lse to -inf in tokens begin, begin + step, .. of the heads; for four warps."""
     L: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     column = gl.arange(0, D, layout=L)
     for token in range(begin, total_q, step):
@@ -259,7 +259,7 @@ def end_of_sequences(cu_q_ptr, sequences, total_q):
 
 @gluon.jit
 def clear_rest(tensors, sizes, strides, D: gl.constexpr, COLUMNS: gl.constexpr):
-    """Rows of a varlen batch past its last sequence: out 0, lse -inf. One program per head, all such tokens."""
+    """Clear rows of a varlen batch past its last sequence: out 0, lse -inf. One program per head, all such tokens."""
     head = gl.program_id(0)
     begin = end_of_sequences(tensors.cu_q_ptr, sizes.last_sequence, sizes.total_q) + gl.program_id(1)
     clear_rows(tensors, strides, begin, sizes.total_q, gl.num_programs(1), head, head + 1, sizes.want_lse, D, COLUMNS)

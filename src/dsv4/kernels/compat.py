@@ -83,7 +83,7 @@ if TRITON_VERSION == (3, 8):
 
     @gluon.jit
     def to_operand(x, like):
-        """x [.., pairs of columns] fp32, rounded to the type of like, bf16 or fp16. This Triton rounds the values of an
+        """Round x [.., pairs of columns] fp32 to the type of like, bf16 or fp16. This Triton rounds the values of an
         operand one by one, and ptxas joins them by a PRMT for each pair: 64 a step at head dim 64, with 420 other
         instructions."""
         if like.dtype == gl.bfloat16:
@@ -95,7 +95,7 @@ else:
 
     @gluon.jit
     def to_operand(x, like):
-        """x fp32, rounded to the type of like, bf16 or fp16."""
+        """Round x fp32 to the type of like, bf16 or fp16."""
         return x.to(like.dtype)
 
 

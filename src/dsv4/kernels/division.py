@@ -16,7 +16,7 @@ class Divisor(NamedTuple):
 
 
 def inverse_of(number: int) -> tuple[int, int]:
-    """(m, s) such that n // number is n * m >> s for 0 <= n < 2^31; m is 32 bits wide, here as a signed number."""
+    """Return (m, s) such that n // number is n * m >> s for 0 <= n < 2^31; m is 32 bits wide, here a signed number."""
     shift = 31 + (number - 1).bit_length()
     m = -(-(1 << shift) // number)
     return m - (1 << 32) if m >> 31 else m, shift
@@ -28,12 +28,12 @@ def divisor(number: int) -> Divisor:
 
 @gluon.jit
 def quotient(n, inverse, shift):
-    """n // number, for 0 <= n < 2^31."""
+    """Return n // number, for 0 <= n < 2^31."""
     wide = n.to(gl.uint32, bitcast=True).to(gl.uint64) * inverse.to(gl.uint32, bitcast=True).to(gl.uint64)
     return (wide >> shift.to(gl.uint64)).to(gl.int32)
 
 
 @gluon.jit
 def divide(n, by):
-    """n // by, a Divisor, for 0 <= n < 2^31."""
+    """Return n // by, a Divisor, for 0 <= n < 2^31."""
     return quotient(n, by.inverse, by.shift)

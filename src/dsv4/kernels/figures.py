@@ -46,7 +46,7 @@ def tool(name: str) -> str:
 
 
 def assembled(ptx: str, arch: str) -> tuple[str, str]:
-    """(what ptxas reports, the SASS)"""
+    """Return (what ptxas reports, the SASS)."""
     import triton
     from triton.runtime.cache import get_cache_manager
 
@@ -92,13 +92,13 @@ def _number(pattern: str, text: str) -> int:
 
 
 def instructions(sass: str) -> list[tuple[int, str]]:
-    """(address, text) of every instruction of the first function in cuobjdump's output."""
+    """Return (address, text) of every instruction of the first function in cuobjdump's output."""
     return [(int(m[1], 16), m[2].strip()) for m in LINE.finditer(sass)]
 
 
 def loop_spills(lines: list[tuple[int, str]]) -> list[tuple[int, str]]:
-    """Spills inside main loops. Those are the innermost loops that hold work: one around all of a warp's code (a worker
-    waits for its next partition) is none."""
+    """Return the spills inside main loops. Those are the innermost loops that hold work: one around all of a warp's
+    code (a worker waits for its next partition) is none."""
     loops = []
     for address, text in lines:
         branch = BRANCH.search(text)

@@ -80,9 +80,9 @@ def project_streams(
     DEPTH: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """One program: one share of the columns of TOKENS tokens. streams [tokens, width], fn [OUT, width], `share` times
-    DEPTH columns each -> parts fp32 [shares, tokens, WIDE]: OUT products, then the sum of squares. Three products in
-    TF32 are as good as one in fp32, since a bf16 value has no more bits than TF32."""
+    """Project one share of the columns of TOKENS tokens per program. streams [tokens, width], fn [OUT, width],
+    `share` times DEPTH columns each -> parts fp32 [shares, tokens, WIDE]: OUT products, then the sum of squares.
+    Three products in TF32 are as good as one in fp32, since a bf16 value has no more bits than TF32."""
     gdc_launch_dependents()
     width = units * UNIT
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -133,9 +133,9 @@ def collapse_streams(
     UNIT: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """Two programs for a token: the first makes the input of the block, the second what spread needs. streams [tokens,
-    H, dims], contiguous like everything else. D: dims as a power of two. dims come by UNIT, so that the compiler knows
-    a divisor, and moves more than one value at a time."""
+    """Collapse the streams of a token by two programs: one makes the block's input, one what spread needs. streams
+    [tokens, H, dims], contiguous like everything else. D: dims as a power of two. dims come by UNIT, so that the
+    compiler knows a divisor, and moves more than one value at a time."""
     token = tl.program_id(0).to(tl.int64)
     dims, eps, base_ptr, scale_ptr = sizes.dims * UNIT, sizes.eps, projection.base_ptr, projection.scale_ptr
     stream = tl.arange(0, H)
@@ -185,7 +185,7 @@ def spread_streams(
     COLUMNS: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """One program: COLUMNS of one token. block [tokens, dims] -> out [tokens, H, dims]."""
+    """Spread COLUMNS columns of one token per program. block [tokens, dims] -> out [tokens, H, dims]."""
     dims = units * UNIT
     token = tl.program_id(0).to(tl.int64)
     stream = tl.arange(0, H)
@@ -217,8 +217,8 @@ def collapse(
     weight_eps: float = 0.0,
     launch: Callable[[Launch], None] = calls.launch,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """streams [N, H, D], fn [(2 + H) H, H D] -> (post fp32 [N, H], comb fp32 [N, H, H], x [N, D]); x is normed if the
-    norm's weight is given."""
+    """Collapse streams [N, H, D] by fn [(2 + H) H, H D] -> (post fp32 [N, H], comb fp32 [N, H, H], x [N, D]); x is
+    normed if the norm's weight is given."""
     n, h, d = streams.shape
     outputs, unit = (2 + h) * h, unit_of(d)
     form = next(form for most, form in FORMS if n <= most)
@@ -253,7 +253,7 @@ def _warps(values: int) -> int:
 def spread(
     streams: Tensor, block: Tensor, post: Tensor, comb: Tensor, launch: Callable[[Launch], None] = calls.launch
 ) -> Tensor:
-    """streams [N, H, D], block [N, D] -> streams [N, H, D]"""
+    """Add block [N, D] to streams [N, H, D] -> streams [N, H, D]."""
     n, h, d = streams.shape
     out = torch.empty_like(streams)
     columns = min(COLUMNS, triton.next_power_of_2(d))

@@ -49,7 +49,7 @@ class Barriers:
 
     @gluon.jit
     def arrive_after_mma(self, i, pred=True):
-        """When the products of the tensor core (tcgen05) that this thread has issued are complete."""
+        """Arrive once the products of the tensor core (tcgen05) that this thread has issued are complete."""
         tcgen05_commit(self.bars.index(i), pred=pred)
 
     @gluon.jit
@@ -59,7 +59,7 @@ class Barriers:
 
 @gluon.jit
 def new_barriers(N: gl.constexpr, COUNT: gl.constexpr = 1):
-    """N barriers of COUNT arrivals, to be initialised by init_barriers.
+    """Return N barriers of COUNT arrivals, to be initialised by init_barriers.
 
     Only barriers that are used may be made: the compiler gives the place of others away, and nothing orders their
     initialisation before what is written there.
@@ -154,6 +154,8 @@ class Ring:
 
 @gluon.jit
 def new_ring(slots, CONSUMERS: gl.constexpr = 1, PRODUCERS: gl.constexpr = 1):
-    """Over the first dimension of ``slots``. CONSUMERS release a slot; PRODUCERS commit it, TMA being one."""
+    """Return a ring over the first dimension of ``slots``. CONSUMERS release a slot; PRODUCERS commit it, TMA being
+    one.
+    """
     N: gl.constexpr = slots.shape[0]
     return Ring(slots, new_barriers(N, PRODUCERS), new_barriers(N, CONSUMERS))

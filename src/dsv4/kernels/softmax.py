@@ -13,7 +13,7 @@ LOWEST = gl.constexpr(-3.0e38)  # a running maximum to begin with: -inf - -inf w
 
 @gluon.jit
 def apply_mask(s, first_column, row_first, row_end, L: gl.constexpr):
-    """Scores of keys that a row does not see become -inf. s: [rows, keys] of keys from first_column on."""
+    """Set scores of keys that a row does not see to -inf. s: [rows, keys] of keys from first_column on."""
     column = first_column + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, L))[None, :]
     visible = (column >= row_first[:, None]) & (column < row_end[:, None])
     return gl.where(visible, s, -float("inf"))
@@ -21,9 +21,9 @@ def apply_mask(s, first_column, row_first, row_end, L: gl.constexpr):
 
 @gluon.jit
 def apply_mask_by_register(s, first_column, row_first, row_end, L: gl.constexpr):
-    """``apply_mask`` for an accumulator. Its columns are 8 j + 2 t + e, t of the thread: what the thread adds is taken
-    from the bounds, the rest is a constant of each register. ``apply_mask`` would hold columns in registers through a
-    loop."""
+    """Do what ``apply_mask`` does, for an accumulator. Its columns are 8 j + 2 t + e, t of the thread: what the
+    thread adds is taken from the bounds, the rest is a constant of each register. ``apply_mask`` would hold columns
+    in registers through a loop."""
     M: gl.constexpr = s.shape[0]
     N: gl.constexpr = s.shape[1]
     x = s.reshape([M, N // 8, 4, 2])
@@ -41,7 +41,7 @@ def apply_mask_by_register(s, first_column, row_first, row_end, L: gl.constexpr)
 
 @gluon.jit
 def biased(s, bias, SIGN: gl.constexpr):
-    """Scores of rows that are not there, whose bias is -inf, become -inf. SIGN: of the softmax scale."""
+    """Set scores of absent rows, whose bias is -inf, to -inf. SIGN: of the softmax scale."""
     if SIGN == 0:
         s = gl.zeros_like(s)
     elif SIGN < 0:
@@ -83,7 +83,7 @@ def is_large(top, scale):
 
 @gluon.jit
 def true_maximum(m, scale):
-    """A row's maximum times `scale`, from the maximum times row_scale, which `step` returns."""
+    """Return a row's maximum times `scale`, from the maximum times row_scale, which `step` returns."""
     power = power_above(scale).to(gl.int32, bitcast=True)
     ratio = scale * ((254 << 23) - power).to(gl.float32, bitcast=True)
     return gl.where((gl.abs(m) < (1 << LARGE)) | (m <= LOWEST), m, m * ratio)
@@ -121,7 +121,8 @@ def chain_max(x, m, FIRST: gl.constexpr):
 
 @gluon.jit
 def step(s, m, scale, ABOVE: gl.constexpr = 0):
-    """Running maximum m (base 2, LOWEST = nothing seen yet) and scores -> (P, new m, factor for what came before).
+    """Process scores with running maximum m (base 2, LOWEST = nothing seen yet) -> (P, new m, factor for earlier
+    results).
 
     m is scores times row_scale. ABOVE: the maximum stays where it grows by no more than that; the factor is then
     exactly 1."""
@@ -135,7 +136,7 @@ def step(s, m, scale, ABOVE: gl.constexpr = 0):
 
 @gluon.jit
 def step_below_limit(s, m, scale, ABOVE: gl.constexpr):
-    """``step`` for scores below 2^30, 2^27 in fp16: m is scores times scale."""
+    """Do what ``step`` does for scores below 2^30, 2^27 in fp16: m is scores times scale."""
     m_new = gl.maximum(m, row_max(s) * scale)
     m_new = gl.where(m_new - m > ABOVE, m_new, m)
     return gl.exp2(s * scale - m_new[:, None]), m_new, gl.exp2(m - m_new)
@@ -143,12 +144,13 @@ def step_below_limit(s, m, scale, ABOVE: gl.constexpr):
 
 @gluon.jit
 def partial_sums(p):
-    """What each thread holds of the sums of the rows: an accumulator [M, N] -> [M, 4], no exchange between lanes."""
+    """Return each thread's share of the row sums: an accumulator [M, N] -> [M, 4], no exchange between lanes."""
     return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
 
 
 def _scaling(count: int, in_flight: bool = False) -> str:
-    """PTX: `count` values from $0 on, two of each row alternately, times factors from $2 count on, unless all are 1.
+    """Return PTX: `count` values from $0 on, two of each row alternately, times factors from $2 count on, unless
+    all are 1.
     in_flight: after a wait for the products; depends on row sums, from $3 count on, which are never negative."""
     sums = [f"setp.lt.or.f32 some, ${3 * count + i}, 0f00000000, some" for i in (0, 2)]
     lines = [
@@ -173,7 +175,7 @@ SCALED_64, SCALED_32, SCALED_16 = (
 
 @gluon.jit
 def rescale(o, alpha):
-    """O, an accumulator [M, N], times the factors of its rows; a warp whose factors are all 1 jumps over it."""
+    """Multiply O, an accumulator [M, N], by the factors of its rows; a warp whose factors are all 1 skips it."""
     alpha = gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout))[:, None].broadcast_to(o.shape)
     AT_ONCE: gl.constexpr = 64 if o.shape[1] >= 128 else o.shape[1] // 2
     TEXT: gl.constexpr = SCALING_64 if AT_ONCE == 64 else SCALING_32 if AT_ONCE == 32 else SCALING_16
@@ -189,8 +191,8 @@ FLOWN_64, FLOWN_32, FLOWN_16 = (
 
 @gluon.jit
 def rescale_in_flight(o, alpha, l):
-    """``rescale`` for an O whose products (wgmma) may still run: a warp that does not jump waits for them. l: row sums
-    by thread [M, 4]; what they depend on is computed before, as with `pin`."""
+    """Do what ``rescale`` does for an O whose products (wgmma) may still run: a warp that does not jump waits for
+    them. l: row sums by thread [M, 4]; what they depend on is computed before, as with `pin`."""
     M: gl.constexpr = o.shape[0]
     N: gl.constexpr = o.shape[1]
     alpha = gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout))[:, None].broadcast_to(o.shape)
@@ -210,7 +212,7 @@ def sink_of(sink_ptr, head, here):
 
 @gluon.jit
 def finish(m, l, sink):
-    """(factor that normalises O, base-2 LSE without the sink). sink: natural logit per row, -inf = none.
+    """Return (factor that normalises O, base-2 LSE without the sink). sink: natural logit per row, -inf = none.
 
     A row that saw keys, but whose P are all 0, had scores beyond the limit (DESIGN.md, Rules of the operations). Its
     LSE is NaN, and so is its output, as 0 times 1 / 0, unless a sink far above the scores makes it 0."""
@@ -222,7 +224,7 @@ def finish(m, l, sink):
 
 @gluon.jit
 def inverse_rope(o, rope, column, D: gl.constexpr, GAP: gl.constexpr = 0):
-    """Interleaved pairs of the last ``width`` of D columns turned back by the query's angle; o has those from `column`
+    """Rotate interleaved pairs of the last ``width`` of D columns back by the query's angle; o has those from `column`
     on, GAP of them left out in its middle. Linear, so that it may precede the normalisation and the merge of splits."""
     line_ptr, width = rope
     if column + o.shape[1] + GAP > D - width:
@@ -241,7 +243,7 @@ def inverse_rope(o, rope, column, D: gl.constexpr, GAP: gl.constexpr = 0):
 
 @gluon.jit
 def pin(l):
-    """Row sums, unchanged. What they depend on is computed before the waits that follow in program order.
+    """Return row sums unchanged. What they depend on is computed before the waits that follow in program order.
 
     ptxas moves arithmetic behind a wgmma wait that it does not need. Where another warpgroup waits for the result of
     this softmax, that is too late: a (never taken) branch on the result ends its basic block.

@@ -8,14 +8,14 @@ from dsv4.kernels.compat import gl, gluon
 
 @gluon.constexpr_function
 def scores_layout(warps, heads, keys):
-    """Warps go down the keys, 16 each, and what is left of them across the heads."""
+    """Return a layout: warps go down the keys, 16 each, and the remaining warps across the heads."""
     down = min(warps, keys // 16)
     return gl.NVMMADistributedLayout([3, 0], [down, warps // down], [16, heads * down // warps, 16])
 
 
 @gluon.constexpr_function
 def row_max_layout(warps, heads, keys):
-    """[keys / 16, heads]: a thread has all rows of those columns that it has of the scores."""
+    """Return a layout of [keys / 16, heads]: a thread has all rows of those columns that it has of the scores."""
     down = min(warps, keys // 16)
     wide = heads * down // warps  # columns of a warp
     columns = [[0, 8 << i] for i in range((wide // 8).bit_length() - 1)]
@@ -37,7 +37,7 @@ def output_layout(warps, heads):
 
 @gluon.jit
 def partial_sums(p):
-    """What each thread holds of the sums over keys: [16 n, HEADS] -> [n, 8, HEADS], no exchange between lanes."""
+    """Return each thread's share of the sums over keys: [16 n, HEADS] -> [n, 8, HEADS], no exchange between lanes."""
     return gl.sum(p.reshape([p.shape[0] // 16, 2, 8, p.shape[1]]), 1)
 
 
@@ -56,7 +56,7 @@ def maxima(s, row_max, m):
 
 @gluon.jit
 def softmax_over_keys(s, m, scale, row_max):
-    """softmax.step with keys as rows: m per column."""
+    """Do what softmax.step does with keys as rows: m per column."""
     top = maxima(s, row_max, m)
     factor = softmax.row_scale(top, scale)
     m_new = gl.maximum(m, top * factor)

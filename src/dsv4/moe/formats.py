@@ -165,7 +165,8 @@ def apart(x: Tensor, layout: str) -> tuple[Tensor, Tensor]:
 
 
 def row_factors(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """MXFP4 rows, codes [..., R, K / 2] and scale bytes [..., R, K / 32] -> (fp32 [..., R], spread int32 [..., R]).
+    """Compute factors of MXFP4 rows, codes [..., R, K / 2] and scale bytes [..., R, K / 32] -> (fp32 [..., R],
+    spread int32 [..., R]).
 
     The factor is 2^(base - 133), base the greatest byte of the row's groups that are not all zeros, but at least 7;
     e4m3 holds a group's codes times 2^(byte - base + 6). spread: how far the least byte of these groups is below the

@@ -37,7 +37,7 @@ class V4Gradients(NamedTuple):
 
 
 def rounded(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """x as a kernel holds it: scaled by a power of two first, because fp16 has few exponents."""
+    """Round x as a kernel does: scaled by a power of two first, because fp16 has few exponents."""
     if dtype is None or x.numel() == 0:
         return x
     size = x.abs().max()
@@ -58,7 +58,7 @@ def attend(
     p_dtype: torch.dtype | None = None,
     **score,  # options of reference.scores and slope
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """One sequence -> dq [Hq, T, D], dk and dv [Hkv, S, D], dsink [Hq]."""
+    """Compute the gradients of one sequence: dq [Hq, T, D], dk and dv [Hkv, S, D], dsink [Hq]."""
     out, _ = reference.attend(q, k, v, mask, sink, scale, compute, p_dtype, **score)
     if p_dtype is not None:
         out = out.to(p_dtype).to(compute)
@@ -133,7 +133,7 @@ def fmha_varlen(
     dlse: Tensor | None = None,  # [total_q, Hq]
     **options,
 ) -> FmhaGradients:
-    """Rows of no sequence have gradient 0."""
+    """Compute the gradients of fmha_varlen; rows of no sequence have gradient 0."""
     compute, sink = options.get("compute", torch.float64), options.get("sink")
     grads = [torch.zeros(x.shape, dtype=compute, device=q.device) for x in (q, k, v)]
     dsink = None if sink is None else torch.zeros(sink.shape, dtype=compute, device=q.device)
@@ -168,7 +168,7 @@ def v4_attention(
     compute: torch.dtype = torch.float64,
     p_dtype: torch.dtype | None = None,
 ) -> V4Gradients:
-    """Every row is key and value, so its gradient is dK + dV; a row listed twice gets two contributions."""
+    """Compute the gradients of v4_attention. A row is key and value, so its gradient is dK + dV, once per listing."""
     n_queries, heads, d = q.shape
     scale = d**-0.5 if softmax_scale is None else softmax_scale
     request = reference.request_of(request_starts, n_queries)
@@ -228,7 +228,7 @@ def merge_states(
     dlse: Tensor | None = None,
     compute: torch.dtype = torch.float64,
 ) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
-    """out = keep sum_n w_n o_n, w = softmax of the LSEs, keep = sigmoid(lse - sink) -> douts, dlses, dsink."""
+    """Compute douts, dlses, dsink of out = keep sum_n w_n o_n, w = softmax of the LSEs, keep = sigmoid(lse - sink)."""
     parts = torch.stack([x.to(compute) for x in lses])
     lse = parts.logsumexp(0)
     empty = lse == NEG_INF
@@ -271,7 +271,9 @@ def compress(
     eps: float = 1e-6,
     compute: torch.dtype = torch.float64,
 ) -> CompressGradients:
-    """A whole sequence at once, no state. Per row: w = softmax(gate + bias), y = sum w c, y / rms * weight, RoPE."""
+    """Compute the gradients of a whole sequence. Per row: w = softmax(gate + bias), y = sum w c, y / rms * weight,
+    RoPE.
+    """
     d, m = norm_weight.shape[0], position_bias.shape[0]
     overlap = kv.shape[-1] == 2 * d
     grads = [torch.zeros(x.shape, dtype=compute) for x in (kv, gate, position_bias, norm_weight)]
@@ -311,7 +313,7 @@ def index_loss(
     scale: float | None = None,
     compute: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Mean over the queries of KL(target || softmax of the index scores) -> loss, dq, dk, dweights."""
+    """Compute the mean over queries of KL(target || softmax of the index scores) -> loss, dq, dk, dweights."""
     n, h, d = q.shape
     scale = d**-0.5 * h**-0.5 if scale is None else scale
     loss = torch.zeros((), dtype=compute)

@@ -23,7 +23,7 @@ def moe_route(
     scale: float = 1.5,
     eps: float = 1e-20,
 ) -> tuple[Tensor, Tensor]:
-    """(ids [T, topk], weights [T, topk] in fp64), token by token."""
+    """Route token by token -> (ids [T, topk], weights [T, topk] in fp64)."""
     ids, weights = [], []
     for t, logits in enumerate(x.double() @ gate.double().T):
         scores = (logits.clamp_min(0) + torch.log1p(torch.exp(-logits.abs()))).sqrt()
@@ -40,7 +40,7 @@ def moe_route(
 
 
 def fp8(x: Tensor, columns: int) -> Tensor:
-    """x [..., k] rounded to e4m3 with one power of two for each group of columns: the least that clips nothing."""
+    """Round x [..., k] to e4m3 with one power of two for each group of columns: the least that clips nothing."""
     groups = x.unflatten(-1, (-1, columns))
     target = groups.abs().amax(-1, keepdim=True).clamp_min(1e-4).float() * torch.tensor(1 / 448).float()
     mantissa, exponent = torch.frexp(target)  # computed in fp32, as in the model
@@ -49,7 +49,7 @@ def fp8(x: Tensor, columns: int) -> Tensor:
 
 
 def fp4(x: Tensor) -> Tensor:
-    """x [..., k] rounded to E2M1 with one e4m3 scale for 16 columns: the nearest to amax / 6."""
+    """Round x [..., k] to E2M1 with one e4m3 scale for 16 columns: the nearest to amax / 6."""
     groups = x.float().unflatten(-1, (-1, 16))
     scale = (groups.abs().amax(-1, keepdim=True) / 6).clamp(2.0**-9, 448).to(torch.float8_e4m3fn).float()
     small = (groups / scale).double()  # computed in fp32, as in the model
@@ -62,7 +62,7 @@ def fp4(x: Tensor) -> Tensor:
 def mlp(
     x: Tensor, w13: Tensor, w2: Tensor, weight: Tensor, limit: float, dtype: torch.dtype | None, recipe: str
 ) -> Tensor:
-    """One expert for rows [n, H]: gate above up in w13 [2 I, H], down in w2 [H, I], weight [n, 1]."""
+    """Apply one expert to rows [n, H]: gate above up in w13 [2 I, H], down in w2 [H, I], weight [n, 1]."""
 
     def to(y: Tensor) -> Tensor:
         return y if dtype is None else y.to(dtype).double()
@@ -88,7 +88,7 @@ def moe(
     dtype: torch.dtype | None = None,
     recipe: str = "bf16",
 ) -> tuple[Tensor, Tensor]:
-    """(out [T, H], slots [T, k, H]) in fp64; w13 [E, 2 I, H] and w2 [E, H, I] as numbers."""
+    """Compute (out [T, H], slots [T, k, H]) in fp64; w13 [E, 2 I, H] and w2 [E, H, I] are numbers, not codes."""
     x, w13, w2, weights = (y.double() for y in (x, w13, w2, weights))
     slots = []
     for t, chosen in enumerate(ids.tolist()):

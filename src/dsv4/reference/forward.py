@@ -26,7 +26,9 @@ def attend(
     p_dtype: torch.dtype | None = None,
     **score,  # options of `scores`
 ) -> tuple[Tensor, Tensor]:
-    """One sequence: softmax(q k^T * scale) v over the keys seen -> out [Hq, T, D], lse [Hq, T] (sink excluded)."""
+    """Compute softmax(q k^T * scale) v over the keys seen, one sequence -> out [Hq, T, D], lse [Hq, T] (sink
+    excluded).
+    """
     q, k, v = q.to(compute), k.to(compute), v.to(compute)
     # A row that no query sees may hold anything: 0 * NaN is NaN, so it leaves before the product.
     v = torch.where(mask.any(0)[:, None], v, 0)
@@ -43,22 +45,23 @@ def attend(
 
 
 def scores(s: Tensor, softcap: float | None = None) -> Tensor:
-    """Scores of scaled products: between -softcap and softcap. With 0 or None they stay as they are."""
+    """Cap scaled products: scores are between -softcap and softcap. With 0 or None they stay as they are."""
     return softcap * torch.tanh(s / softcap) if softcap else s
 
 
 def over_groups(x: Tensor, y: Tensor) -> Tensor:
-    """x [Hq, T, A] @ y [Hkv, A, B] -> [Hq, T, B]: query head h meets KV head h // (Hq / Hkv)."""
+    """Multiply x [Hq, T, A] by y [Hkv, A, B] -> [Hq, T, B]: query head h by KV head h // (Hq / Hkv)."""
     return (in_groups(x, y.shape[0]) @ y).reshape(*x.shape[:2], y.shape[2])
 
 
 def in_groups(x: Tensor, kv_heads: int) -> Tensor:
-    """[Hq, T, A] -> [Hkv, (Hq / Hkv) T, A]: what meets one KV head, as rows of one matrix."""
+    """Reshape [Hq, T, A] to [Hkv, (Hq / Hkv) T, A]: what one KV head multiplies, as rows of one matrix."""
     return x.reshape(kv_heads, x.shape[0] // max(kv_heads, 1) * x.shape[1], x.shape[2])
 
 
 def apply_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:
-    """out * sum(e^s) / (sum(e^s) + e^sink). The sink is a logit with value 0; it is not scaled and not in the LSE.
+    """Return out * sum(e^s) / (sum(e^s) + e^sink). The sink is a logit with value 0; it is not scaled and not in
+    the LSE.
 
     -inf leaves out as it is, +inf makes it 0; a row that sees no key is 0 whatever the sink.
     """
@@ -69,7 +72,7 @@ def apply_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:
 
 
 def visible(t: int, s: int, causal: bool, window: tuple[int, int], device=None) -> Tensor:
-    """[T, S] bool: key j is seen by query i iff i+S-T-left <= j <= i+S-T+right; -1 = no bound; causal: right = 0."""
+    """Return bool [T, S]: query i sees key j iff i+S-T-left <= j <= i+S-T+right; -1 = no bound; causal: right = 0."""
     left, right = window[0], 0 if causal else window[1]
     i = torch.arange(t, device=device)[:, None] + (s - t)
     j = torch.arange(s, device=device)[None, :]
@@ -96,7 +99,7 @@ def fmha(
     p_dtype: torch.dtype | None = None,
     **score,  # softcap: of `scores`
 ) -> tuple[Tensor, Tensor]:
-    """out [B, T, Hq, Dv], lse [B, Hq, T]."""
+    """Compute out [B, T, Hq, Dv], lse [B, Hq, T]."""
     b, t, hq, d = q.shape
     k, v = (
         x if by is None else x.to(compute) * by.to(compute).reshape(-1, 1) for x, by in ((k, k_scale), (v, v_scale))
@@ -120,7 +123,7 @@ def fmha_varlen(
     cu_seqlens_k: Tensor,  # [B + 1]
     **options,
 ) -> tuple[Tensor, Tensor]:
-    """out [total_q, Hq, Dv], lse [total_q, Hq]. Rows past the last sequence: out 0, lse -inf."""
+    """Compute out [total_q, Hq, Dv], lse [total_q, Hq]. Rows past the last sequence: out 0, lse -inf."""
     compute = options.get("compute", torch.float64)
     out = torch.zeros(*q.shape[:2], v.shape[2], dtype=compute, device=q.device)
     lse = torch.full(q.shape[:2], NEG_INF, dtype=compute, device=q.device)
@@ -140,7 +143,7 @@ def fmha_paged(
     lengths: Tensor,  # [B]: keys of each sequence
     **options,
 ) -> tuple[Tensor, Tensor]:
-    """out [B, T, Hq, D], lse [B, Hq, T]."""
+    """Compute out [B, T, Hq, D], lse [B, Hq, T]."""
     page = k_pages.shape[1]
     outs, lses = [], []
     for n, length in enumerate(lengths.tolist()):
@@ -171,7 +174,7 @@ def v4_attention(
     compute: torch.dtype = torch.float64,
     p_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One softmax over the rows listed in both pools, sink once -> out [N, H, 512], lse [N, H]."""
+    """Compute one softmax over the rows listed in both pools, sink once -> out [N, H, 512], lse [N, H]."""
     n_queries, heads, d = q.shape
     scale = d**-0.5 if softmax_scale is None else softmax_scale
     request = request_of(request_starts, n_queries)
@@ -213,7 +216,7 @@ def request_of(request_starts: Tensor | None, n_queries: int) -> list[int]:
 
 
 def pool_rows(pool) -> Tensor | None:
-    """All rows of a pool as [rows, 512]."""
+    """Return all rows of a pool as [rows, 512]."""
     if pool is None:
         return None
     rows = pool if isinstance(pool, Tensor) else pool.unpack()
@@ -253,7 +256,7 @@ def merge_states(
 
 
 def _as_rows(x: Tensor, like: Tensor) -> Tensor:
-    """An LSE-shaped tensor as a factor of the output: [B, H, T] -> [B, T, H, 1], [N, H] -> [N, H, 1]."""
+    """Reshape an LSE-shaped tensor to a factor of the output: [B, H, T] -> [B, T, H, 1], [N, H] -> [N, H, 1]."""
     return (x.transpose(1, 2) if like.ndim == 4 else x)[..., None]
 
 
@@ -268,7 +271,7 @@ def rope_table(
     beta_slow: float = 1.0,
     device=None,
 ) -> Tensor:
-    """cos and sin of position * frequency, fp32 [positions, dim]: dim/2 cosines, then dim/2 sines.
+    """Return cos and sin of position * frequency, fp32 [positions, dim]: dim/2 cosines, then dim/2 sines.
 
     factor > 1 is YaRN: slow frequencies are divided by it, fast ones kept, a ramp between; no mscale.
     DeepSeek-V4: theta 10000 on window-only layers; theta 160000, factor 16 on layers with compressed rows.

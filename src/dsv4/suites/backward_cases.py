@@ -61,7 +61,7 @@ class Gradients:
         return dict(zip(leaves, found, strict=True))
 
     def _wanted(self) -> list[str]:
-        """Rows of an Fp8Cache have no gradient."""
+        """Return the names of gradients to check. Rows of an Fp8Cache have no gradient."""
         return [name for name in INPUTS if isinstance(self.args.get(name), Tensor)]
 
     def check(self, got: tuple[dict[str, Tensor], list[Check]]) -> list[Check]:
@@ -112,8 +112,8 @@ def lse_like(q: Tensor) -> Tensor:
 
 
 def judge(name: str, got: Tensor, ref: Tensor, low: Tensor, dead: Tensor, noise: float) -> list[Check]:
-    """The rules of calls.judge; `dead` rows are exactly 0. Rows are held to the size of a typical row: that of a query
-    which sees one key is 0 but for rounding. `noise` is the absolute error that a row may have."""
+    """Apply the rules of calls.judge; `dead` rows are exactly 0. Rows are held to the size of a typical row: that
+    of a query which sees one key is 0 but for rounding. `noise` is the absolute error that a row may have."""
     if got.shape != ref.shape:
         return [Check(f"{name}: shape {tuple(got.shape)} for {tuple(ref.shape)}", 1.0, 0.0)]
     floor = torch.finfo(got.dtype).eps / 4
@@ -136,7 +136,8 @@ def judge(name: str, got: Tensor, ref: Tensor, low: Tensor, dead: Tensor, noise:
 
 
 def judge_sink(got: Tensor, ref: Tensor, terms: Tensor, dtype: torch.dtype) -> Check:
-    """dsink = - sum share (dO . O) is a sum with cancellation, so it is held to what rounding does to its terms.
+    """Judge dsink = - sum share (dO . O): it is a sum with cancellation, so it is held to what rounding does to its
+    terms.
 
     O is rounded, and made of a P that was rounded: two independent errors of 0.29 units in the last place (standard
     deviation) in each of its elements, 0.41 together. The bound is six standard deviations of the sum.

@@ -88,7 +88,7 @@ def judge(got: Tensor, ref: Tensor, low: Tensor, rule: Rule, reach: float = 1.0)
 
 
 def judge_lse(got: Tensor, ref: Tensor) -> list[Check]:
-    """fp32, natural log, the oracle's shape, -inf exactly where nothing is seen."""
+    """Judge the LSE: fp32, natural log, the oracle's shape, -inf exactly where nothing is seen."""
     if got.shape != ref.shape or got.dtype != torch.float32:
         return [Check(f"lse {got.dtype} {tuple(got.shape)} for float32 {tuple(ref.shape)}", 1.0, 0.0)]
     got, ref = got.double().cpu(), ref.double().cpu()
@@ -134,7 +134,7 @@ class Guarded:
 
     @staticmethod
     def like(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, pad: int = 0) -> Guarded:
-        """`pad` extra elements after every row of the last dimension: a strided output."""
+        """Allocate with `pad` extra elements after every row of the last dimension: a strided output."""
         rows, width = torch.Size(shape[:-1]).numel(), shape[-1]
         size = rows * (width + pad) + 2 * GUARD_ELEMENTS
         buffer = torch.full((size,), GUARD, dtype=dtype, device=device)

@@ -39,7 +39,7 @@ def dense(draw: Draw, d: int, dtype: torch.dtype, size: dict[str, int], **option
 
 
 def with_sink(draw: Draw, d: int, dtype: torch.dtype, size: dict[str, int], sink: Any, **options: Any) -> Call:
-    """`sink` is one logit for all heads, a list of one per head, or "random"."""
+    """Make a call; `sink` is one logit for all heads, a list of one per head, or "random"."""
     args = {**qkv(draw, d, dtype, **size), **options}
     heads = args["q"].shape[2]
     logits = draw.normal(heads, scale=2.0) if sink == "random" else torch.as_tensor(sink).expand(heads)
@@ -125,7 +125,7 @@ def varlen(
     bounds: bool = False,
     **options: Any,
 ) -> Call:
-    """`lengths` = (T, S) of each sequence. `bounds`: hand over max_seqlen_q/k as well."""
+    """Make a call; `lengths` = (T, S) of each sequence. `bounds`: hand over max_seqlen_q/k as well."""
     t, s = [n for n, _ in lengths], [n for _, n in lengths]
     q = draw.normal(sum(t), heads, d, dtype=dtype)
     k, v = (draw.normal(sum(s), kv_heads, d, dtype=dtype) for _ in "kv")
@@ -140,7 +140,7 @@ def varlen(
 
 
 def varlen_nan(draw: Draw, d: int, dtype: torch.dtype) -> Call:
-    """The middle sequence has no queries and only NaN keys; its neighbours must not notice."""
+    """Make a call whose middle sequence has no queries and only NaN keys; its neighbours must not notice."""
     call = varlen(draw, d, dtype, [(33, 40), (0, 50), (20, 70)], causal=True)
     for name in "kv":
         call.args[name][40:90] = NAN
@@ -148,7 +148,9 @@ def varlen_nan(draw: Draw, d: int, dtype: torch.dtype) -> Call:
 
 
 def varlen_tail(draw: Draw, d: int, dtype: torch.dtype) -> Call:
-    """Buffers longer than the batch, as a serving engine keeps them: rows past the last sequence give 0 and -inf."""
+    """Make a call with buffers longer than the batch, as a serving engine keeps them: rows past the last sequence
+    give 0 and -inf.
+    """
     call = varlen(draw, d, dtype, [(20, 30), (9, 41), (8, 8)], causal=True)
     for x in "qk":
         call.args[f"cu_seqlens_{x}"] = call.args[f"cu_seqlens_{x}"][:-1].contiguous()
@@ -172,7 +174,7 @@ def paged(
     kv_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> Call:
-    """Shuffled pages; rows past a length and unused pages are NaN. `page_pad`: rows between pages.
+    """Make a call with shuffled pages; rows past a length and unused pages are NaN. `page_pad`: rows between pages.
 
     `absent` fills the unused entries of the block table; None gives them the number of a page of NaN.
     """
@@ -342,7 +344,7 @@ def softcaps() -> Iterator[tuple[str, Maker, set[str]]]:
 
 
 def in_e4m3(draw: Draw, d: int, dtype: torch.dtype, maker: Maker, per_head: bool = True) -> Call:
-    """k and v as codes, with a scale for each KV head or one for all; pages have theirs already."""
+    """Convert k and v to codes, with a scale for each KV head or one for all; pages have theirs already."""
     call = maker(draw, d, dtype)
     for name in ("k", "v"):
         if name in call.args:

@@ -22,7 +22,7 @@ def run_parallel(cases: list[Case], where: Where, seed: int, jobs: int) -> Itera
     known = {str(case) for suite in {case.suite for case in cases} for case in SUITES[suite]()}
     unknown = [str(case) for case in cases if str(case) not in known]
     if unknown:
-        raise ValueError(f"cases: {unknown[0]} is in no suite and cannot be run in another process")
+        raise ValueError(f"cases: got {unknown[0]}; accepted in several processes: cases of a suite")
     by_name = {str(case): case for case in cases}
     # A process that has used torch's thread pool must not be forked.
     context = multiprocessing.get_context("spawn")
@@ -38,7 +38,9 @@ def run_parallel(cases: list[Case], where: Where, seed: int, jobs: int) -> Itera
 
 
 def begin(threads: int) -> None:
-    """The cores are shared out already: torch has its share, and softsm does not divide a launch further."""
+    """Begin a process. The cores are shared out already: torch has its share, and softsm does not divide a launch
+    further.
+    """
     torch.set_num_threads(threads)
     os.environ.setdefault("SOFTSM_PROCESSES", str(threads))
 

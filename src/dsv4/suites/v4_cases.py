@@ -35,7 +35,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 def pool(
     draw: Draw, count: int, store: str, rows_per_page: int, dtype: torch.dtype = BF16, spare: int = 5
 ) -> tuple[Any, Tensor]:
-    """`count` rows at shuffled places of a pool, the other places NaN. Returns the pool and the places [count]."""
+    """Put `count` rows at shuffled places of a pool, the other places NaN. Returns the pool and the places [count]."""
     pages = -(-(count + spare) // rows_per_page)
     places = draw.permutation(pages * rows_per_page)[:count]
     return filled(draw, places, store, pages, rows_per_page, dtype), places
@@ -83,7 +83,8 @@ def step(
     topk: int = TOPK,
     dtype: torch.dtype = BF16,
 ) -> Call:
-    """Tokens start .. start+count-1 of one sequence, in a layer of this kind, after everything before them.
+    """Make a call for tokens start .. start+count-1 of one sequence, in a layer of this kind, after everything
+    before them.
 
     `table`: HCA's rows by block table and length instead of by list. `lengths`: hand over the number of valid entries
     and garbage after them, instead of -1.
@@ -130,7 +131,7 @@ def garble(indices: Tensor, lengths: Tensor, numbers: Tensor) -> None:
 def add_lists(
     draw: Draw, args: dict[str, Any], visible: list[int], most: int, store: str, lengths: bool, topk: int | None
 ) -> None:
-    """A list of compressed rows for every query: `topk` of the visible ones at random, or with None all of them."""
+    """Add a list of compressed rows for every query: `topk` of the visible ones at random, or with None all of them."""
     rows_per_page = 2 if topk is None else 64
     compressed, slots = pool(draw, most, COMPRESSED_STORE.get(store, store), rows_per_page, args["q"].dtype)
     if topk is None:
@@ -144,7 +145,7 @@ def add_lists(
 
 
 def add_table(draw: Draw, args: dict[str, Any], counts: list[int], store: str, rows_per_page: int) -> None:
-    """Compressed rows of R requests in pages of their own; rows past the end and spare pages are NaN."""
+    """Put compressed rows of R requests in separate pages; rows past the end and spare pages are NaN."""
     need = [-(-n // rows_per_page) for n in counts]
     pages = sum(need) + 2
     numbers = draw.permutation(pages)
@@ -163,7 +164,7 @@ def add_table(draw: Draw, args: dict[str, Any], counts: list[int], store: str, r
 def batch(
     draw: Draw, kind: str, steps: list[tuple[int, int]], store: str = "fp8", heads: int = 8, dtype: torch.dtype = BF16
 ) -> Call:
-    """Several requests in one call, each `(start, count)`: decode with drafts of 1 to 4 tokens. HCA by block table."""
+    """Make a call of several requests `(start, count)`: decode with drafts of 1 to 4 tokens. HCA by block table."""
     positions = [t for start, count in steps for t in range(start, start + count)]
     need = [start + count for start, count in steps]
     window, slots = pool(draw, sum(need), WINDOW_STORE.get(store, store), 64, dtype)
@@ -189,7 +190,7 @@ def batch(
 
 
 def holes(draw: Draw, everywhere: bool, **options: Any) -> Call:
-    """-1 anywhere in the lists, also first; with `everywhere` one query has nothing but -1 in both."""
+    """Put -1 anywhere in the lists, also first; with `everywhere` one query has nothing but -1 in both."""
     call = step(draw, "csa", start=200, count=3, **options)
     for name in ("window_indices", "compressed_indices"):
         ids = call.args[name]
@@ -201,7 +202,9 @@ def holes(draw: Draw, everywhere: bool, **options: Any) -> Call:
 
 
 def draft_block(draw: Draw, start: int, count: int, **options: Any) -> Call:
-    """A draft of V4.1 (DSpark): its queries see the window before the block, and all of the block, later ones too."""
+    """Make a draft of V4.1 (DSpark): its queries see the window before the block, and all of the block, later ones
+    too.
+    """
     call = step(draw, "swa", start, count, width=WINDOW + count, **options)
     lists = call.args["window_indices"]
     block = torch.stack([lists[n, min(start + n + 1, WINDOW) - 1] for n in range(count)])  # each query's own row
@@ -300,7 +303,7 @@ def halves() -> Iterator[tuple[str, Callable[[Draw], Any], set[str]]]:
 
 
 def v41() -> Iterator[tuple[str, Callable[[Draw], Any], set[str]]]:
-    """Rows of DeepSeek-V4.1: the window of 528 bytes each, the compressed ones of 288."""
+    """Yield cases with rows of DeepSeek-V4.1: the window of 528 bytes each, the compressed ones of 288."""
     mine = partial(step, store="v4.1")
     yield "v4.1-swa", partial(mine, kind="swa", start=130), {"v4.1", "swa"}
     for heads in (8, 64):

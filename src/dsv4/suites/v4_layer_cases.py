@@ -188,7 +188,7 @@ class Layer:
             # The keys that were made, for the reason given below.
             checks.append(Check("wrong index lists", self.wrong_lists(got.chosen, got.keys.bfloat16()), 0.0))
         if not all(check.ok for check in checks):
-            return checks  # the attention over wrong rows says nothing more
+            return checks  # attention over wrong rows would tell nothing more
         # The oracle gets the rows that were made, just found right to fp32: where one lies next to a rounding boundary
         # of the storage format, the definition's own row may be stored as the neighbouring number.
         refs, lows, ref_lses = [], [], []
@@ -207,7 +207,7 @@ class Layer:
         return judged + checks + judge_lse(got.lse, torch.cat(ref_lses))
 
     def check_rows(self, name: str, got: Tensor, defined: Tensor, at_once: Tensor) -> list[Check]:
-        """Right, and bit for bit what one call with all tokens gives."""
+        """Check that rows are right, and bit for bit those of one call with all tokens."""
         if got.shape != defined.shape:
             return [Check(f"{name} {tuple(got.shape)} for {tuple(defined.shape)}", 1.0, 0.0)]
         error = (got.double().cpu() - defined).abs().max().item() if defined.numel() else 0.0

@@ -97,8 +97,8 @@ class MemoryAccesses:
         return np.concatenate(flags) if flags else np.zeros(0, np.uint8)
 
     def asynchronous(self, op, region, write: int, generic: bool) -> None:
-        """region: ('shared', cta, low, high), ('spans', cta, int64 [n, 2]), ('global', low, high) or
-        ('tensor', box)."""
+        """Checks an asynchronous access. region: ('shared', cta, low, high), ('spans', cta, int64 [n, 2]),
+        ('global', low, high) or ('tensor', box)."""
         w, place = op.warp, region[0]
         view = w.view
         if place == "shared" or place == "spans":

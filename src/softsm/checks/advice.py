@@ -25,7 +25,7 @@ def before_the_end(op: AsyncOp) -> str:
 
 
 def before_the_access(op: AsyncOp, waited: bool, others: Iterable[AsyncOp]) -> str:
-    """waited: whether its issuer knows that it is complete. others: operations that may follow it."""
+    """Returns advice. waited: whether its issuer knows that it is complete. others: operations that may follow it."""
     if named(op):
         return (
             f"wait for the {op.kind} to complete (it signals {named(op)[0]}) before this access; a wait for the parity "

@@ -39,8 +39,8 @@ def confined(program, load_pc: int, store_pc: int) -> bool:
 
 
 def ends_at(store: Instruction, load: Instruction, flow: list[tuple]) -> bool:
-    """`confined` within one function. Calls pass values in registers or through st.param, so both count as leaving
-    it."""
+    """Returns `confined` within one function. Calls pass values in registers or through st.param, so both count as
+    leaving it."""
     reached: set[str] = set().union(*(written for ins, _, written in flow if ins is load))
     through_shared = False
     before = -1

@@ -344,7 +344,7 @@ def span(S, low, high, write, flags, pc, lane):
 
 @native("void(i8, i8, i8)", python=True)
 def barrier_word(S, low, pc):
-    """The warp of S initialises an mbarrier in the 8 bytes at `low`."""
+    """Records that the warp of S initialises an mbarrier in the 8 bytes at `low`."""
     span(S, low, low + 8, 1, 0, pc, -1)
     for word in range(low >> 2, (low >> 2) + 2):
         at = records.sget(S, S_SHADOW) + word * 4 * RECORD + 12

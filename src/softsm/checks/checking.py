@@ -91,7 +91,7 @@ def expect_mma(name: str, a=None, b=None, *, column: int | None = None) -> None:
 
     checks = next((x for x in current_options().sessions if isinstance(x, Checks)), None)
     if checks is None:
-        raise ValueError("expect_mma: it belongs inside `with softsm.checking(...)`")
+        raise ValueError("expect_mma: got a call outside `with softsm.checking(...)`; accepted: calls inside it")
     if not isinstance(name, str):
         accepted.refuse("name", name, "the product's name")
     if a is None and b is None:

@@ -70,7 +70,7 @@ def join(target, source, clocks, sections, used):
 
 @native("void(i8, i8)")
 def met(clock, slot):
-    """Order.tick: the lanes of the warp have synchronised, or all of them have released."""
+    """Does what Order.tick does: the lanes of the warp have synchronised, or all of them have released."""
     epoch = load32(clock + 4 * slot) + u4(2)
     store32(clock + 4 * slot, epoch)
     store32(clock + BEGIN, epoch - u4(1))
@@ -139,9 +139,9 @@ def meet(published, gathering, members, count, clocks, sections, private, used):
 
 @native("i8(i8, i8, i8, i8, i8, i8, u4)")
 def answer_wait(R, P, S, predicate, address_row, phase_row, m):
-    """mbarrier.try_wait and test_wait by parity, by the lanes of m. Returns 0 if the phase is complete and the warp has
-    acquired what the barrier published. Otherwise, or if there is something to report, it returns MACRO and changes
-    nothing."""
+    """Answers mbarrier.try_wait and test_wait by parity, by the lanes of m. Returns 0 if the phase is complete and
+    the warp has acquired what the barrier published. Otherwise, or if there is something to report, it returns
+    MACRO and changes nothing."""
     table = i8(load64(S + 8 * S_PHASES))
     if table == 0 or load64(S + 8 * S_RACES) == np.uint64(0):
         return i8(MACRO)
@@ -181,7 +181,7 @@ def answer_wait(R, P, S, predicate, address_row, phase_row, m):
 
 @native("i8(i8, i8, i8, u4)")
 def members(R, S, row, m):
-    """A .sync instruction: 0 if the membermask of each lane of m contains that lane, else MACRO."""
+    """Checks a .sync instruction: 0 if the membermask of each lane of m contains that lane, else MACRO."""
     if load64(S + 8 * S_PHASES) == np.uint64(0):  # an observer must see each event
         return i8(MACRO)
     for lane in range(32):
@@ -192,7 +192,7 @@ def members(R, S, row, m):
 
 @native("i8(i8)")
 def tick(S):
-    """bar.warp.sync: Order.tick for the warp of S, or MACRO if it has no compiled clock."""
+    """Executes bar.warp.sync: Order.tick for the warp of S, or MACRO if it has no compiled clock."""
     if load64(S + 8 * S_RACES) == np.uint64(0) or load64(S + 8 * S_PHASES) == np.uint64(0):
         return i8(MACRO)
     met(i8(load64(S + 8 * S_CLOCK)), i8(load64(S + 8 * S_SLOT)))

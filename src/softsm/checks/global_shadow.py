@@ -65,7 +65,7 @@ def reader_at(at, k):
 
 @native("i8(i8, i8, i8)")
 def priority(agent, epoch, word):
-    """A hash of a reader and a word."""
+    """Returns a hash of a reader and a word."""
     h = (epoch if agent >= ASYNC else agent) * 0x9E3779B1 + (word + 1) * 0x85EBCA6B & 0xFFFFFFFF
     h = (h ^ h >> 15) * 0x2C1B3C6D & 0xFFFFFFFF
     return h ^ h >> 12

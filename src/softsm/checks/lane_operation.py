@@ -27,6 +27,8 @@ checked = lane_by_lane(
 
 @functools.cache
 def lane_operation() -> int:
-    """Its address. What Python calls is made ready as well, before a launch is divided among processes."""
+    """Returns the address of the operation. What Python calls is made ready as well, before a launch is divided
+    among processes.
+    """
     ready(clocks, shadow, global_shadow, byte_ranges, tmem_shadow)
     return checked.address

@@ -123,7 +123,7 @@ class Products:
                     break
 
     def warpgroup(self, w, chain: list, results: list) -> None:
-        """Consecutive wgmmas on one accumulator, which has the last one's result."""
+        """Records consecutive wgmmas on one accumulator, which has the last one's result."""
         from softsm.isa import wgmma_product
 
         cta = w.cta
@@ -155,7 +155,7 @@ class Products:
                         break
 
     def warp(self, w, a: np.ndarray, b: np.ndarray, d: np.ndarray, add: bool, rows: tuple) -> None:
-        """mma.sync, which is synchronous. A tile begins where all of C is zero."""
+        """Records an mma.sync, which is synchronous. A tile begins where all of C is zero."""
         place = self.places.setdefault((w.cta.ctaid, w.index, rows), [-1, 0])
         if not add or place[0] < 0:
             place[0], place[1] = place[0] + 1, 0

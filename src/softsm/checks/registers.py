@@ -15,7 +15,7 @@ _known: weakref.WeakKeyDictionary[Kernel, list[tuple[Instruction, str]]] = weakr
 
 
 def undefined_in(kernel: Kernel) -> list[tuple[Instruction, str]]:
-    """(instruction, register) of reads that no write comes before."""
+    """Returns (instruction, register) of reads that no write comes before."""
     if kernel not in _known:
         wide = {name for name, kind in kernel.function.registers.items() if kind == "b128"}
         found = undefined(kernel.program.flow[kernel.function.name], kernel.function.branch_targets)
@@ -24,7 +24,8 @@ def undefined_in(kernel: Kernel) -> list[tuple[Instruction, str]]:
 
 
 def undefined(flow: list[tuple], tables: dict[str, tuple[str, ...]]) -> list[tuple[Instruction, str]]:
-    """[(instruction, register)]. flow: (instruction or label, names read, names written) in the order of the text;
+    """Returns [(instruction, register)]. flow: (instruction or label, names read, names written) in the order of
+    the text;
     tables: the lists of brx. A guarded write counts as one: only what is never written before is found."""
     names = sorted({name for _, read, written in flow for name in (*read, *written)})
     bit = {name: 1 << i for i, name in enumerate(names)}

@@ -166,8 +166,8 @@ def heard(races, slot, lane, epoch, other):
 
 @native("i8(i8, i8, i8, i8, i8)")
 def unseen(clock, agent, epoch, lane, races):
-    """0 if a warp's access happened before, according to `clock`; 1 if it did not; 2 + lane if other lanes of its
-    warp have released, but not the one that made the access."""
+    """Returns 0 if a warp's access happened before, according to `clock`; 1 if it did not; 2 + lane if other lanes
+    of its warp have released, but not the one that made the access."""
     upto = i8(load32(clock + 4 * (agent - 1)))
     if upto < epoch:
         return 1
@@ -271,7 +271,7 @@ def lanes_race(touched, theirs, epoch, begin, lane, write, me, races):
 
 @native("i8(i8, i8, i8, i8)")
 def releasing(clock, touched, now, address):
-    """`touched`, with RELEASED if this write is the warp's latest release."""
+    """Returns `touched`, with RELEASED if this write is the warp's latest release."""
     if touched & STRONG and i8(load32(clock + RELEASING)) == now and load32(clock + PLACE) == u4(address & ~i8(3)):
         return touched | RELEASED
     return touched

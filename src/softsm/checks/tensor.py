@@ -139,7 +139,7 @@ class TensorChecks:
         return shadow
 
     def access(self, op, region, write: bool) -> None:
-        """region: ('tmem', cta, first column, end column, lanes as a mask of groups of 16, note).
+        """Checks an access. region: ('tmem', cta, first column, end column, lanes as a mask of groups of 16, note).
 
         note: 'accumulate' and the type if a product adds to the cells that it overwrites; otherwise the element type of
         an operand A, or the kind of cell that a store leaves."""

@@ -298,7 +298,7 @@ def touch(S, table, groups, low, high, write, me, pc, kind, left, wrong):
 
 @native("i8(i8, i8, i8, i8, i8, i8, i8, i8)")
 def compare(S, work, places, me, pc, lane, issued, silent):
-    """`operation` itself. silent: on an error it reports nothing, and repeating the call is safe."""
+    """Does the work of `operation`. silent: on an error it reports nothing, and repeating the call is safe."""
     layout, slot, races = i8(load64(S + 8 * S_NEXT_OP)), i8(load64(S + 8 * S_SLOT)), i8(load64(S + 8 * S_RACES))
     note(S, me, pc, i8(load64(work)))
     regions, count = work + 16, i8(load64(work + 8))
@@ -439,7 +439,7 @@ def waited(S, those):
 
 @native("i8(i8, i8, u4)")
 def wait(S, kind, m):
-    """tcgen05.wait, or the first use of loaded registers: MACRO if Python must handle it, else 0."""
+    """Executes tcgen05.wait, or the first use of loaded registers: MACRO if Python must handle it, else 0."""
     if load64(S + 8 * S_PHASES) == np.uint64(0) or load64(S + 8 * S_OWED) != np.uint64(0):
         return i8(MACRO)
     if kind == WAIT_LOADS or kind == WAIT_STORES:
@@ -454,9 +454,9 @@ def wait(S, kind, m):
 
 @native("i8(i8, i8, i8, i8, i8, i8, i8)")
 def access(S, rows, row, count, store, about, pc):
-    """tcgen05.ld and st by a whole warp: `count` registers, whose numbers are at `rows`, and as many columns of its 32
-    lanes, from the address in register `row`. Returns 0 if the access has been made, checked and recorded. Otherwise it
-    returns MACRO and changes nothing."""
+    """Checks tcgen05.ld and st by a whole warp: `count` registers, whose numbers are at `rows`, and as many columns
+    of its 32 lanes, from the address in register `row`. Returns 0 if the access has been made, checked and
+    recorded. Otherwise it returns MACRO and changes nothing."""
     columns, layout = i8(load64(S + 8 * S_COLUMNS)), i8(load64(S + 8 * S_NEXT_OP))
     those = i8(S_STORES if store else S_LOADS)
     number, unwaited = i8(load64(layout + 8 * NEWEST)), i8(load64(S + 8 * those))

@@ -113,7 +113,7 @@ class AsyncRegisters(Emitter):
             self.wgmma_looked |= {looks[name] for name in fresh}
 
     def insert_macro(self, at: int, function, record: tuple[int, int, int] = (pg.OP_MACRO, 0, 0), **operands) -> None:
-        """record: operation, rd and rc."""
+        """Inserts a macro-operation. record: operation, rd and rc."""
         op, rd, rc = record
         self.macros.append(pg.MacroCall(function, SimpleNamespace(**operands), self.ins, False))
         self.records.insert(at, [op, rd, len(self.macros) - 1, 0, rc, 0, 0, 0])

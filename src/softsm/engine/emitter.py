@@ -276,7 +276,7 @@ class Emitter:
         return self.symbol_rows[key]
 
     def address(self, operand) -> tuple[str, int, int]:
-        """`[base + offset]` -> (bank of the base row, row, byte offset)."""
+        """Resolves `[base + offset]` -> (bank of the base row, row, byte offset)."""
         if not isinstance(operand, Address):
             raise self.error(f"expected an address in brackets, got {spelled(operand)}")
         base = operand.base

@@ -161,7 +161,7 @@ class Meeting:
             self.go_on(launching, [None] * self.count)
         elif waiting:
             if len(waiting) < self.count or len({x.name for x in self.stops}) > 1:
-                raise ValueError(f"ranks: they do not meet: {self.where()}")
+                raise ValueError(f"ranks: they wait for different collectives: {self.where()}")
             values = [x.value for x in self.stops]
             self.met = True
             self.go_on(waiting, [values] * self.count)

@@ -125,7 +125,7 @@ def do_wait(w, mask, o):
 
 
 def do_copy_arrive(w, mask, o):
-    """cp.async.mbarrier.arrive: arrives when the lane's earlier cp.async operations have completed."""
+    """Executes cp.async.mbarrier.arrive: arrives when the lane's earlier cp.async operations have completed."""
     mine = w.in_flight.cp_async
     at: dict[Mbarrier, int] = {}
     row, generic = o.at

@@ -43,7 +43,7 @@ def lower(asm, ins, reduction: bool, mods):
 
 
 def _prefetch(asm, ins, mods):
-    """cp.async.bulk.prefetch.L2.global: changes no value, but the program must still align its operands."""
+    """Executes cp.async.bulk.prefetch.L2.global: changes no value, but the program must still align its operands."""
     if mods[:2] != ("L2", "global") or set(mods[2:]) - {"L2::cache_hint"}:
         asm.refuse(ins, "expected cp.async.bulk.prefetch.L2.global")
     asm.macro(do_prefetch, ins, src=asm.address_row(ins.operands[0], "q"), size=asm.src(ins.operands[1], "u"))

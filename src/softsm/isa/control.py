@@ -321,8 +321,8 @@ class RegisterPool(Waitable):
         self.complete(w)
 
     def ask(self, w, what: str) -> None:
-        """PTX: all threads of the warpgroup execute the same setmaxnreg. CUTLASS's example 77 runs on B200 with
-        numbers that differ, so these are told apart from warps that execute none."""
+        """Checks setmaxnreg. PTX: all threads of the warpgroup execute the same setmaxnreg. CUTLASS's example 77
+        runs on B200 with numbers that differ, so these are told apart from warps that execute none."""
         mine = self.asked[w.index]
         mine.append(what)
         n = len(mine)

@@ -313,7 +313,9 @@ def do_init(w, mask, o):
         address = shared_address(w, o.at, lane)
         cta, offset = shared_bytes(w, address, 8, "mbarrier.init", 8)
         if cta is not w.cta:
-            raise w.fault("barrier-remote", f"mbarrier.init at {address:#x} of a peer CTA; only its own CTA may")
+            raise w.fault(
+                "barrier-remote", f"mbarrier.init at {address:#x} of a peer CTA; only its own CTA may execute it"
+            )
         old = cta.barriers.get(offset)
         if old is not None and old.waiters:
             raise w.fault("barrier-init", f"{old.name} is initialised again while a warp waits on it")

@@ -89,7 +89,7 @@ class Chain:
 
 
 def add(engine, product: Product, plan: Plan, ctas: list) -> None:
-    """The effects of an MMA: it is postponed, after those with which it can be computed."""
+    """Postpones the effects of an MMA, after those with which it can be computed."""
     chain = engine.postponed
     if chain is not None:
         if chain.takes(product, plan, ctas):

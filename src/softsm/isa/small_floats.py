@@ -97,7 +97,7 @@ def to_four(asm, ins, dtype, stype, rounding, flags):
         asm.refuse(ins, f"the form is cvt.rs{{.relu}}.satfinite.{dtype}.f32")
     d, values, bits = operands(asm, ins, 3)
     if not isinstance(values, Vector) or len(values.items) != 4:
-        raise asm.error("needs four values in braces")
+        raise asm.error("expected four values in braces")
     rows, word = asm.vector_rows(values, "f"), asm.src(bits, "u")
     if FOUR[dtype] == 4:
         shifted = unary(asm, "shr.b32", "u", word, asm.const(8, "u"))

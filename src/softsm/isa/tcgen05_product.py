@@ -293,7 +293,7 @@ def perform(p: Product, ctas: list) -> None:
 
 
 def multiply_plainly(p: Product, cta, cells: np.ndarray, a: np.ndarray, b: np.ndarray, own: LanePlan, quarters) -> None:
-    """D += A B in one CTA with scaled operands: A by lanes, or float64 [k, 128] and [n, k]."""
+    """Computes D += A B in one CTA with scaled operands: A by lanes, or float64 [k, 128] and [n, k]."""
     s = p.shape
     aside = None
     if s.sparse and not np.isfinite(b).all():

@@ -34,7 +34,7 @@ class Fragment(NamedTuple):
     places: list[tuple[int, int]]
     across: bool  # g counts columns, not rows
     type: str
-    width: int  # elements that lie beside each other
+    width: int  # elements that lie next to each other
     packed: int  # elements packed in one register
     registers: int
 
@@ -58,7 +58,7 @@ def fragment(part: str, m: int, n: int, k: int, name: str) -> Fragment:
 
 
 def moved(asm: Emitter, ins: Instruction, operation: str) -> None:
-    """A load or store: `.load.a.sync.aligned.row.m16n16k16.shared.f16 {registers}, [address], stride`."""
+    """Lowers a load or store: `.load.a.sync.aligned.row.m16n16k16.shared.f16 {registers}, [address], stride`."""
     modifiers = list(ins.modifiers)
     take(asm, ins, modifiers, operation)
     part = take(asm, ins, modifiers, *(("a", "b", "c") if operation == "load" else ("d",)))

@@ -53,7 +53,7 @@ def swizzled(address: np.ndarray, swizzle: Swizzle) -> np.ndarray:
 
 @lru_cache(maxsize=512)
 def _placement(rows: int, row_bytes: int, swizzle: Swizzle, kind: DataType, phase: int):
-    """(unit dtype, forward, inverse, footprint) for a packed row image.
+    """Returns (unit dtype, forward, inverse, footprint) for a packed row image.
 
     forward[i] = unit of shared memory, counted from the destination, that holds packed unit i.
     inverse    = its inverse when the image is a permutation of the footprint, else None.
@@ -81,7 +81,7 @@ def _placement(rows: int, row_bytes: int, swizzle: Swizzle, kind: DataType, phas
 
 
 def footprint(rows: int, row_bytes: int, m: TensorMap) -> int:
-    """Bytes of shared memory from the start of the image to its end, padding included."""
+    """Returns the bytes of shared memory from the start of the image to its end, padding included."""
     found = m.tables.get(("footprint", rows))
     if found is None:
         shape = _image_shape(rows, row_bytes, m)
@@ -94,7 +94,7 @@ def _image_shape(rows: int, row_bytes: int, m: TensorMap) -> tuple[int, int]:
 
 
 def put_image(packed: np.ndarray, rows: int, m: TensorMap, shared: np.ndarray, offset: int) -> None:
-    """Packed rows (uint8, contiguous) -> their places in shared memory at `offset` (also the address for the XOR)."""
+    """Writes packed rows (uint8, contiguous) to their places in shared memory at `offset` (also the XOR's address)."""
     shape = _image_shape(rows, packed.size // rows, m)
     dtype, forward, inverse, nbytes = _placement(*shape, m.swizzle, m.data_type, offset % 1024)
     target = shared[offset : offset + nbytes]
@@ -169,7 +169,7 @@ class Region:
 
 
 def _empty(shape: tuple[int, ...], m: TensorMap) -> np.ndarray:
-    """Bytes of out-of-bounds elements."""
+    """Returns the bytes of out-of-bounds elements."""
     if m.oob_fill is Fill.ZERO:
         return np.zeros(shape, np.uint8)
     # rows are multiples of 16 bytes, so the 2-byte pattern always fits
@@ -192,7 +192,7 @@ def _direct(shape: tuple[int, ...], strides: tuple[int, ...], swizzle: Swizzle, 
 
 
 def load_tile(m: TensorMap, coords: Sequence[int], view: View, shared: np.ndarray, offset: int) -> int:
-    """Global -> shared, one tiled box at signed `coords`; returns the number of elements that were filled."""
+    """Loads one tiled box at signed `coords` into shared memory; returns the number of elements that were filled."""
     shape = m.packed_shape
     address = m.base + coords[0] * m.data_type.bits // 8
     inside = 0 <= coords[0] <= m.dims[0] - m.reach[0]
@@ -226,7 +226,7 @@ def take_tile(m: TensorMap, shared: np.ndarray, offset: int) -> np.ndarray:
 
 
 def store_tile(m: TensorMap, coords: Sequence[int], view: View, box: np.ndarray, redop: str = "") -> int:
-    """A box (from take_tile) -> global; elements outside the tensor are not written. `redop` makes it a reduction.
+    """Stores a box (from take_tile); elements outside the tensor are not written. `redop` makes it a reduction.
     Returns the number of elements left out."""
     region = Region(m, coords)
     if region.nbytes:
@@ -244,7 +244,9 @@ def row_bytes(m: TensorMap) -> int:
 
 
 def _row_region(m: TensorMap, column: int) -> tuple[int, int, int]:
-    """(bytes to skip in the packed row, byte offset in a global row, bytes) of the columns inside the tensor."""
+    """Returns (bytes to skip in the packed row, byte offset in a global row, bytes) of the columns inside the
+    tensor.
+    """
     if m.interleave:  # rows are slices
         return 0, 0, row_bytes(m)
     bits = m.data_type.bits
@@ -256,7 +258,7 @@ def _row_region(m: TensorMap, column: int) -> tuple[int, int, int]:
 def load_rows(
     m: TensorMap, column: int, rows: Sequence[int | None], view: View, shared: np.ndarray, offset: int
 ) -> int:
-    """Rows given by their byte offset from the tensor's base (None = outside the tensor) land one after the other."""
+    """Loads rows given by their byte offset from the tensor's base (None = outside the tensor) one after the other."""
     bits = m.data_type.bits
     packed = _empty((len(rows), row_bytes(m)), m)
     skip, begin, length = _row_region(m, column)
@@ -278,7 +280,7 @@ def take_rows(m: TensorMap, rows: int, shared: np.ndarray, offset: int) -> np.nd
 def store_rows(
     m: TensorMap, column: int, rows: Sequence[int | None], view: View, box: np.ndarray, redop: str = ""
 ) -> int:
-    """Rows (from take_rows) -> global, the inverse of load_rows; returns the number of elements left out."""
+    """Stores rows (from take_rows), the inverse of load_rows; returns the number of elements left out."""
     skip, begin, length = _row_region(m, column)
     left_out = box.size * 8 // m.data_type.bits
     for at, packed in zip(rows, box):
@@ -291,13 +293,13 @@ def store_rows(
 
 
 def gather_rows(m: TensorMap, numbers: Sequence[int]) -> list[int | None]:
-    """Row numbers of gather4/scatter4 on a 2-D map -> byte offsets."""
+    """Converts row numbers of gather4/scatter4 on a 2-D map to byte offsets."""
     return [number * m.strides[0] if 0 <= number < m.dims[1] else None for number in numbers]
 
 
 def _place(m: TensorMap, at: Sequence[int]) -> int | None:
-    """Byte offset of a pixel, or of a slice of its channels if they are interleaved; None outside the tensor. Where
-    dimension 0 is C its coordinate does not count."""
+    """Returns the byte offset of a pixel, or of a slice of its channels if they are interleaved; None outside the
+    tensor. Where dimension 0 is C its coordinate does not count."""
     first = 0 if m.interleave else 1
     if not all(0 <= x < dim for x, dim in zip(at[first:], m.dims[first:])):
         return None
@@ -312,8 +314,8 @@ def interleaved_rows(m: TensorMap, coords: Sequence[int]) -> list[int | None]:
 
 
 def _walk(m: TensorMap, coords: Sequence[int], shift: int = 0) -> Iterator[list[int]]:
-    """Coordinates of pixel after pixel of im2col, without end: from `coords` through the pixel box, W fastest, then on
-    to the next image. A wide map stays in its row; `shift` moves its box along W."""
+    """Yields the coordinates of pixel after pixel of im2col, without end: from `coords` through the pixel box, W
+    fastest, then on to the next image. A wide map stays in its row; `shift` moves its box along W."""
     box = m.im2col
     assert box is not None
     first = 0 if m.interleave else 1
@@ -367,7 +369,7 @@ def _changes_bits(m: TensorMap) -> bool:
 
 
 def _converted(packed: np.ndarray, m: TensorMap) -> np.ndarray:
-    """What a load does to values, as on an H200: tf32 types round to 10 mantissa bits (nearest, ties to even) and make
+    """Converts values as a load does on an H200: tf32 types round to 10 mantissa bits (nearest, ties to even) and make
     NaN 0x7fffe000; denormals stay, under the ftz types too."""
     if not _changes_bits(m):
         return packed
@@ -402,7 +404,7 @@ _FLOAT_OPS = {
 
 
 def reduced(old: np.ndarray, new: np.ndarray, op: str, kind: DataType) -> np.ndarray:
-    """old (op) new element by element, on bytes. ValueError when the type has no such reduction."""
+    """Returns old (op) new element by element, on bytes; ValueError if the type has no such reduction."""
     dtype = _VALUE.get(kind)
     if dtype is None or dtype in (np.uint8, np.uint16):
         raise ValueError(f"{op}: no reduction on {kind.name}")
@@ -412,7 +414,7 @@ def reduced(old: np.ndarray, new: np.ndarray, op: str, kind: DataType) -> np.nda
 
 
 def combine(a: np.ndarray, b: np.ndarray, op: str) -> np.ndarray:
-    """One reduction step: a is what memory holds, b what comes. Integers wrap; min/max of floats drop a NaN."""
+    """Reduces a, which memory holds, and b, which arrives. Integers wrap; min/max of floats drop a NaN."""
     dtype = a.dtype.type
     allowed = _FLOAT_OPS.get(dtype)
     if allowed is not None:

@@ -86,7 +86,9 @@ class GlobalMemory:
         return None
 
     def view(self, address: int, size: int, access: str = "access") -> np.ndarray:
-        """uint8 view of [address, address + size); a Fault names the nearest allocation when it is not ours."""
+        """Returns a uint8 view of [address, address + size); a Fault names the nearest allocation when it is not
+        ours.
+        """
         a = self.find(address, size)
         if a is None:
             raise Fault("out-of-bounds", self.describe(address, size, access))
@@ -97,7 +99,7 @@ class GlobalMemory:
         if not self.allocations:
             return text + "; there are none"
         nearest = f"{text}; nearest: {self._beside(self.allocations, address, size)}"
-        # A tensor that merely lies nearer says little: what a kernel was given is more likely what it ran out of.
+        # Prefer the kernel's own arguments: it more likely ran past one of these than past a tensor that lies nearer.
         given = [a for a in self.allocations if "argument " in a.name]
         if given and "argument " not in nearest:
             nearest += f"; nearest of the arguments: {self._beside(given, address, size)}"

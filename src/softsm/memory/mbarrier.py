@@ -131,7 +131,7 @@ class Mbarrier(Waitable):
         relaxed: bool = False,
         scope: str = "",
     ) -> int:
-        """expect_tx, then arrive, as one step: the phase cannot end in between."""
+        """Executes expect_tx and arrive as one step: the phase cannot end in between."""
         token = self.token()
         self._check_tx(self.tx + nbytes, "expect_tx", nbytes, who)
         self.tx += nbytes
@@ -142,7 +142,7 @@ class Mbarrier(Waitable):
         return token
 
     def increment_pending(self, count: int, who: object = "") -> None:
-        """cp.async.mbarrier.arrive without .noinc: one more arrival is awaited, the one the copies will make."""
+        """Executes cp.async.mbarrier.arrive without .noinc: one more arrival is expected, that of the copies."""
         if self.pending + count > MAX_COUNT:
             raise Fault("barrier-count", f"{self.name}: pending count beyond {MAX_COUNT} ({who})")
         self.pending += count
@@ -153,11 +153,13 @@ class Mbarrier(Waitable):
     # -- questions ---------------------------------------------------------------------------------------------
 
     def passed_parity(self, parity: int) -> bool:
-        """True iff the phase of that parity is the one just before the current: a wait for it goes on."""
+        """Returns whether the phase of that parity is the one just before the current, so that a wait for it
+        succeeds.
+        """
         return (self.phase & 1) != (parity & 1)
 
     def passed_token(self, token: int) -> bool:
-        """True iff the phase in which the token was taken is over."""
+        """Returns whether the phase in which the token was taken is over."""
         age = self.phase - (token >> _PENDING_BITS)
         if age not in (0, 1):
             raise Fault(
@@ -174,7 +176,7 @@ class Mbarrier(Waitable):
         return f"{self.name} is {self.state()}"
 
     def state(self) -> str:
-        """What is missing and who came last, for deadlock and fault reports."""
+        """Returns what is missing and who arrived last, for deadlock and fault reports."""
         missing = []
         if self.pending:
             missing.append(f"{self.pending} of {self.expected} arrival(s)")
@@ -223,5 +225,5 @@ class Mbarrier(Waitable):
 
 
 def pending_count(token: int) -> int:
-    """mbarrier.pending_count: the arrivals that were pending when the token was taken."""
+    """Returns mbarrier.pending_count: the arrivals that were pending when the token was taken."""
     return token & MAX_COUNT

@@ -40,7 +40,7 @@ class Multicast:
 
 
 def _place(member, i: int) -> tuple[int, int]:
-    """(address, bytes) of a tensor or array."""
+    """Returns (address, bytes) of a tensor or array."""
     if isinstance(member, np.ndarray):
         start, size, dense = member.ctypes.data, member.nbytes, member.flags.c_contiguous
     elif hasattr(member, "untyped_storage"):

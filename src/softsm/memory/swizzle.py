@@ -52,7 +52,7 @@ class Descriptor(NamedTuple):
 
 @lru_cache(maxsize=65536)
 def decode(raw: int, blackwell: bool) -> Descriptor:
-    """Fields of a descriptor; Fault('descriptor') where the bits cannot be meant."""
+    """Decodes the fields of a descriptor; Fault('descriptor') if the bits are invalid."""
     mode = raw >> 61 & 7
     if blackwell:
         if raw >> 46 & 7 != 1:
@@ -100,7 +100,7 @@ class Chunks(NamedTuple):
 def _chunks(
     mode: int, k_major: bool, lbo: int, sbo: int, phase: int, base_offset: int, rows: int, count: int
 ) -> Chunks:
-    """rows x count chunks; count runs along the contiguous dimension (k if k_major, else mn)."""
+    """Returns rows x count chunks; count runs along the contiguous dimension (k if k_major, else mn)."""
     width = _WIDTH[mode]
     row = np.arange(rows)[:, None]
     chunk = np.arange(count)[None, :]
@@ -140,7 +140,7 @@ def chunks(descriptor: Descriptor, k_major: bool, rows: int, count: int) -> Chun
 
 
 def footprint(descriptor: Descriptor, k_major: bool, rows: int, count: int) -> tuple[int, int]:
-    """[low, high): the shared addresses between which the tile's bytes lie."""
+    """Returns [low, high), the shared addresses between which the tile's bytes lie."""
     window = descriptor.start & ~1023
     tile = chunks(descriptor, k_major, rows, count)
     return window + tile.low, window + tile.high
@@ -159,12 +159,12 @@ def spans(descriptor: Descriptor, k_major: bool, rows: int, count: int, used: in
 
 
 def addresses(descriptor: Descriptor, k_major: bool, rows: int, count: int) -> np.ndarray:
-    """Shared address of every chunk: int64 [rows, count]."""
+    """Returns the shared address of every chunk: int64 [rows, count]."""
     return (chunks(descriptor, k_major, rows, count).at << 4) + (descriptor.start & ~1023)
 
 
 def check_row(descriptor: Descriptor, k_major: bool, size: int, what: str) -> None:
-    """Fault where `size` bytes of k do not lie in one swizzled row: no field of a descriptor says where they go on."""
+    """Raises a Fault if `size` bytes of k do not lie in one swizzled row: no field gives the place of the rest."""
     width = _WIDTH[descriptor.mode]
     if k_major and descriptor.mode != NONE and descriptor.start % width + size > width:
         raise Fault(
@@ -177,8 +177,8 @@ def check_row(descriptor: Descriptor, k_major: bool, size: int, what: str) -> No
 def locate(
     shared: np.ndarray, floor: int, descriptor: Descriptor, k_major: bool, rows: int, count: int, what: str
 ) -> tuple[np.ndarray, int]:
-    """(chunk table, first chunk of its window). shared[a] is the byte at shared address a, the CTA's own memory begins
-    at `floor`; a tile that leaves it is a Fault."""
+    """Returns (chunk table, first chunk of its window). shared[a] is the byte at shared address a, the CTA's own
+    memory begins at `floor`; a tile that leaves it is a Fault."""
     tile = chunks(descriptor, k_major, rows, count)
     window = descriptor.start & ~1023
     if window + tile.low < floor or window + tile.high > shared.size:

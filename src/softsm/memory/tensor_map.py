@@ -132,7 +132,7 @@ class TensorMap:
 
 
 def check(m: TensorMap) -> None:
-    """The driver's rules, each ValueError naming the field, what it got and what is accepted."""
+    """Checks the driver's rules, each ValueError naming the field, what it got and what is accepted."""
     kind = m.data_type
     padded = kind in _PADDED
     if m.interleave:

@@ -36,7 +36,7 @@ def encode_tiled(
     l2_promotion: int = 0,
     oob_fill: int = 0,
 ) -> bytes:
-    """cuTensorMapEncodeTiled: the same arguments and rules; the 128-byte image, or a ValueError naming the field.
+    """Encodes as cuTensorMapEncodeTiled does -> the 128-byte image, or a ValueError naming the field.
 
     Numbers are the driver's enums (CU_TENSOR_MAP_...). global_strides are bytes, rank-1 of them.
     """
@@ -64,7 +64,7 @@ def encode_im2col(
     l2_promotion: int = 0,
     oob_fill: int = 0,
 ) -> bytes:
-    """cuTensorMapEncodeIm2col: the same arguments and rules. Corners are listed W first, as the driver takes them."""
+    """Encodes as cuTensorMapEncodeIm2col does. Corners are listed W first, as the driver takes them."""
     _check_rank(rank, 3)
     corners = (
         _listed("pixel_box_lower_corner", pixel_box_lower_corner, rank - 2),
@@ -95,7 +95,7 @@ def encode_im2col_wide(
     l2_promotion: int = 0,
     oob_fill: int = 0,
 ) -> bytes:
-    """cuTensorMapEncodeIm2colWide: the same arguments and rules; mode 0 is W, 1 is W128."""
+    """Encodes as cuTensorMapEncodeIm2colWide does; mode 0 is W, 1 is W128."""
     _check_rank(rank, 3)
     if mode not in (0, 1):
         raise ValueError(f"mode: got {mode}; 0 (W) and 1 (W128) are accepted")
@@ -212,7 +212,7 @@ def from_image(image: bytes) -> TensorMap:
 
 
 def from_hardware(image: bytes) -> TensorMap | None:
-    """A tiled map in the form that an sm_100 GPU reads, which some host programs pack by themselves; else None.
+    """Returns a tiled map in the form that an sm_100 GPU reads, which some host programs pack by themselves; else None.
 
     Read off maps that such programs made; out-of-bounds fill, interleave and im2col are not known. 64 bytes as words:
     0-1 address; 2 version 2 (bits 0-3), rank - 1 (4-6), element type (7-10), swizzle mode (13-14), tf32 (16), promotion
@@ -260,7 +260,7 @@ _FIELDS = {
 
 
 def replace_field(image: np.ndarray, field: str, ordinal: int, value: int) -> None:
-    """tensormap.replace.tile.<field> on uint8[128], in place. ValueError names the field."""
+    """Executes tensormap.replace.tile.<field> on uint8[128], in place; a ValueError names the field."""
     offset, form, entries, largest = _FIELDS[field]
     if not 0 <= ordinal < entries:
         raise ValueError(f"{field}: ordinal {ordinal}; 0..{entries - 1} is accepted")

@@ -20,7 +20,7 @@ from softsm.memory.waitable import Waitable
 LANES, COLUMNS, GRANULE = 128, 512, 32
 ALL_GROUPS = 0xFF  # all lanes, as a mask of groups of 16
 SIZES = (32, 64, 128, 256, 512)  # columns one allocation may have
-UNKNOWN, ACCUMULATOR, STORED_F32, STORED_PACKED = range(4)  # what a cell holds, as far as the program says so
+UNKNOWN, ACCUMULATOR, STORED_F32, STORED_PACKED = range(4)  # what a cell holds, as far as the program determines it
 STORED = {"f32": STORED_F32, "packed": STORED_PACKED}  # by the type of the registers of a store
 POISON = 0xFFFFFFFF  # a NaN: what was not written must not pass for a result
 
@@ -53,7 +53,9 @@ class TensorMemory(Waitable):
     # ---- allocation --------------------------------------------------------------------------------------------
 
     def free_column(self, columns: int, *others: TensorMemory) -> int | None:
-        """First column of a free block, aligned to its size, in this and the other memories; None if there is none."""
+        """Returns the first column of a free block, aligned to its size, in this and the other memories; None if
+        there is none.
+        """
         used = np.zeros(COLUMNS // GRANULE, bool)
         for memory in (self, *others):
             for a in memory.allocations.values():
@@ -70,7 +72,7 @@ class TensorMemory(Waitable):
             raise Fault("tmem-relinquished", f"tcgen05.alloc in {cta} after tcgen05.relinquish_alloc_permit")
 
     def allocate(self, cta, columns: int, line: int = 0) -> int | None:
-        """First column, or None when the caller has to wait for columns."""
+        """Allocates -> the first column, or None if the caller has to wait for columns."""
         self.check_alloc(cta, columns)
         column = self.free_column(columns)
         if column is not None:
@@ -107,7 +109,7 @@ class TensorMemory(Waitable):
         return f"{cta} holds columns {', '.join(mine)}" if mine else f"{cta} holds no columns"
 
     def at_exit(self, cta) -> None:
-        """The CTA has ended: columns still held are a leak (they would block every later CTA on the SM)."""
+        """Reports columns that an ended CTA still holds: a leak (they would block every later CTA on the SM)."""
         leaked = self.forget(cta)
         if leaked:
             self.wake()
@@ -119,7 +121,7 @@ class TensorMemory(Waitable):
             )
 
     def forget(self, cta) -> list[Allocation]:
-        """The CTA is no longer here; returns what it held."""
+        """Removes a CTA and returns what it held."""
         held = [a for a in self.allocations.values() if a.owner is cta]
         for a in held:
             del self.allocations[a.column]
@@ -132,13 +134,13 @@ class TensorMemory(Waitable):
     # ---- checks ------------------------------------------------------------------------------------------------
 
     def check_group(self, cta, group: int) -> None:
-        """All tcgen05 instructions of a kernel carry the same cta_group."""
+        """Checks that all tcgen05 instructions of a kernel have the same cta_group."""
         used = self.groups.setdefault(id(cta), group)
         if used != group:
             raise Fault("tmem-cta-group", f"cta_group::{group} in {cta}, which used cta_group::{used} before")
 
     def check(self, cta, column: int, columns: int, what: str) -> None:
-        """Are columns [column, column+columns) allocated by this CTA?"""
+        """Checks that this CTA has allocated columns [column, column+columns)."""
         if column + columns > COLUMNS:
             raise Fault("tmem-bounds", f"{what} touches columns {column}..{column + columns - 1}; there are {COLUMNS}")
         for a in self.allocations.values():  # nearly always one allocation holds all of it
@@ -156,7 +158,9 @@ class TensorMemory(Waitable):
 
 
 def check_lanes(warp_index: int, lane: int, shape: str, what: str) -> None:
-    """Warp w may touch lanes 32*(w%4) .. +31 only; 16-lane shapes start at the first or the middle lane of them."""
+    """Checks lanes: warp w may touch lanes 32*(w%4) .. +31 only; 16-lane shapes start at the first or the middle
+    lane of them.
+    """
     first = 32 * (warp_index % 4)
     starts = (first,) if shape == "32x32b" else (first, first + 16)
     if lane not in starts:
@@ -177,8 +181,8 @@ ALIGNMENT = {"32x32b": 1, "16x64b": 2, "16x128b": 4, "16x256b": 4, "16x32bx2": 1
 
 @cache
 def register_map(shape: str, repeat: int) -> tuple[np.ndarray, np.ndarray]:
-    """(column, lane) of register r of thread t, relative to the address: two int arrays [registers, 32]. For 16x32bx2
-    the second half of the threads (t >= 16) starts at its own column, which the caller adds."""
+    """Returns (column, lane) of register r of thread t, relative to the address: two int arrays [registers, 32].
+    For 16x32bx2 the second half of the threads (t >= 16) starts at its own column, which the caller adds."""
     r = np.arange(REGISTERS[shape] * repeat)[:, None]
     t = np.arange(32)[None, :]
     if shape == "32x32b":
@@ -196,8 +200,10 @@ def register_map(shape: str, repeat: int) -> tuple[np.ndarray, np.ndarray]:
 
 @cache
 def cell_index(shape: str, repeat: int, packed: bool, split: int) -> np.ndarray:
-    """Offset of each register's cell in `cells.ravel()` from the cell of the address: intp [registers, 32]; packed: of
-    the first of its two cells. split: the 16x32bx2 immediate, an address difference (lane << 16 | column)."""
+    """Returns the offset of each register's cell in `cells.ravel()` from the cell of the address: intp [registers,
+    32]; packed: of the first of its two cells. split: the 16x32bx2 immediate, an address difference (lane << 16 |
+    column).
+    """
     column, lane = register_map(shape, repeat)
     if packed:
         column = column * 2
@@ -211,14 +217,14 @@ def cell_index(shape: str, repeat: int, packed: bool, split: int) -> np.ndarray:
 
 
 def span(shape: str, repeat: int, packed: bool) -> int:
-    """Columns one access covers (each half of a 16x32bx2)."""
+    """Returns the columns that one access covers (each half of a 16x32bx2)."""
     return WIDTHS[shape] * repeat * (2 if packed else 1)
 
 
 def load(
     cells: np.ndarray, shape: str, repeat: int, packed: bool, lane: int, column: int, split: int = 0
 ) -> np.ndarray:
-    """tcgen05.ld: uint32 [registers, 32]."""
+    """Executes tcgen05.ld -> uint32 [registers, 32]."""
     if shape == "32x32b" and not packed:
         return cells[column : column + repeat, lane : lane + 32]
     flat = cells.reshape(-1)
@@ -231,7 +237,9 @@ def load(
 def store(
     cells: np.ndarray, values: np.ndarray, shape: str, repeat: int, packed: bool, lane: int, column: int, split: int = 0
 ) -> None:
-    """tcgen05.st: the inverse of `load`; unpacking writes each half of a register to the low half of its own cell."""
+    """Executes tcgen05.st, the inverse of `load`; unpacking writes each half of a register to the low half of its
+    own cell.
+    """
     if shape == "32x32b" and not packed:
         cells[column : column + repeat, lane : lane + 32] = values
         return
@@ -251,7 +259,7 @@ COPY_SHAPES = {"128x256b": (128, 2), "128x128b": (128, 1), "4x256b": (4, 2), "64
 
 @cache
 def copy_lanes(shape: str, multicast: str) -> np.ndarray:
-    """Lanes that receive source row i, relative to the address: int [copies, rows]."""
+    """Returns the lanes that receive source row i, relative to the address: int [copies, rows]."""
     rows = np.arange(COPY_SHAPES[shape][0])
     if shape == "4x256b":
         return 32 * rows[None, :]
@@ -265,14 +273,14 @@ def copy_lanes(shape: str, multicast: str) -> np.ndarray:
 
 
 def copy_in(cells: np.ndarray, data: np.ndarray, shape: str, multicast: str, lane: int, column: int) -> None:
-    """tcgen05.cp: data uint8 [rows, 16*chunks] -> cells of every lane that shares the row."""
+    """Executes tcgen05.cp: writes data uint8 [rows, 16*chunks] to the cells of every lane that shares the row."""
     words = data.view(np.uint32)  # [rows, columns]
     for lanes in copy_lanes(shape, multicast):
         cells[column : column + words.shape[1], lane + lanes] = words.T
 
 
 def shift_down(cells: np.ndarray, lane: int, column: int) -> None:
-    """tcgen05.shift.down: 8 columns of 31 lanes each take what the next lane holds; the last lane stays."""
+    """Executes tcgen05.shift.down: in 8 columns, 31 lanes get the value of the next lane; the last lane stays."""
     block = cells[column : column + 8, lane : lane + 32]
     block[:, :-1] = block[:, 1:].copy()
 

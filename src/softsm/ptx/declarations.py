@@ -104,7 +104,7 @@ def variables(cursor: Cursor, space: str, extern: bool, resolve: object) -> list
             shape[0] = count
         size = element * math.prod(shape) if shape else element
         if size > 1 << 40:
-            raise cursor.source.error(f"'{name}' has {size} bytes", at)
+            raise cursor.source.error(f"'{name}' has {size} bytes; at most 2^40 are allowed", at)
         if initial and len(initial) * TYPE_BYTES[type_] > size:
             raise cursor.source.error(f"'{name}' has {len(initial)} initial values and room for fewer", at)
         natural = 1 << (min(element, 1 << 20) - 1).bit_length() if element > 1 else 1

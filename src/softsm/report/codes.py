@@ -7,10 +7,9 @@ CODES: dict[str, tuple[str, str]] = {
     # order
     "race": (
         "Two accesses of the same bytes, or of the same tensor-memory cells, are not ordered, and at least one writes.",
-        "Put the synchronisation of the two operations between them: an mbarrier arrive and wait, "
-        "bar.sync, a group wait, "
-        "tcgen05.commit, tcgen05.wait; fence.proxy.async between generic and asynchronous accesses. A release by one "
-        "lane passes on what that lane did: bar.warp.sync before it passes on what its warp did.",
+        "Put synchronisation between the two: an mbarrier arrive and wait, bar.sync, a group wait, tcgen05.commit or "
+        "tcgen05.wait; between generic and asynchronous accesses also fence.proxy.async. A release by one lane covers "
+        "what that lane did; with bar.warp.sync before it, it covers what its warp did.",
     ),
     "read-only": (
         "ld.global.nc (__ldg, or a const __restrict__ pointer) reads what the same grid has written: the cache that it "
@@ -23,7 +22,7 @@ CODES: dict[str, tuple[str, str]] = {
         "cp.async.bulk.wait_group, for a tensor-core operation tcgen05.commit and its mbarrier.",
     ),
     "peer-start": (
-        "A CTA works with its peer before it can know that the peer has started.",
+        "A CTA accesses its peer before it can know that the peer has started.",
         "Put barrier.cluster.arrive and barrier.cluster.wait before the first access of a peer's shared memory, and "
         "before the first tcgen05.alloc with cta_group::2.",
     ),
@@ -45,8 +44,8 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "barrier-reuse": (
         "A warp arrives for the next phase of an mbarrier while this one still waits for bytes of copies.",
-        "Before a slot is filled again, wait for the mbarrier by which its readers give it back (the empty barrier), "
-        "with the parity of the round before; the readers must wait for the bytes before they give it back.",
+        "Before a slot is filled again, wait for the mbarrier by which its readers release it (the empty barrier), "
+        "with the parity of the previous round; the readers must wait for the bytes before they release it.",
     ),
     "barrier-groups": (
         "Warps arrive at a named barrier for one phase, and nothing orders them after those of the phase before: "
@@ -69,8 +68,8 @@ CODES: dict[str, tuple[str, str]] = {
         "use it. Execute mbarrier.inval before you use the word for anything else.",
     ),
     "barrier-overwritten": (
-        "Something else was written over an mbarrier that is still in use.",
-        "Keep the 8 bytes of an mbarrier for it alone, or execute mbarrier.inval before you use them otherwise.",
+        "A store overwrote an mbarrier that is still in use.",
+        "Reserve the 8 bytes for the mbarrier, or execute mbarrier.inval before you use them for anything else.",
     ),
     "barrier-inval": (
         "An mbarrier is invalidated while a warp waits on it, or used after it was invalidated.",
@@ -125,7 +124,7 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "tmem-lane": (
         "A tensor-memory address starts at a lane the operation does not accept.",
-        "Start at the lane named.",
+        "Start at the lane that the message names.",
     ),
     "tmem-address": (
         "The threads of a warp give different tensor-memory addresses.",
@@ -140,21 +139,24 @@ CODES: dict[str, tuple[str, str]] = {
         "tcgen05.dealloc frees something that tcgen05.alloc did not return.",
         "Free the address that alloc wrote, with its number of columns.",
     ),
-    "tmem-granularity": ("Columns are allocated as 32, 64, 128, 256 or 512.", "Round up to one of these."),
+    "tmem-granularity": ("A CTA allocates 32, 64, 128, 256 or 512 columns.", "Round up to one of these."),
     "tmem-leak": ("A CTA ends and still holds tensor memory.", "Add tcgen05.dealloc before the exit."),
     "tmem-relinquished": (
         "tcgen05.alloc comes after tcgen05.relinquish_alloc_permit.",
         "Allocate first; relinquish when no allocation follows.",
     ),
     "tmem-unallocated": (
-        "Tensor-memory columns are used that the CTA does not hold.",
+        "The CTA uses tensor-memory columns that it has not allocated.",
         "Allocate them, and deallocate after the last use.",
     ),
     "descriptor": (
         "A shared-memory matrix descriptor is invalid: its fixed bits, swizzle mode or the memory it covers.",
         "`softsm explain descriptor` shows its fields and the bytes it reads.",
     ),
-    "idesc": ("An instruction descriptor names a shape or type the instruction does not have.", "See its fields."),
+    "idesc": (
+        "An instruction descriptor names a shape or type the instruction does not have.",
+        "`softsm explain idesc` shows its fields.",
+    ),
     "scale-copies": (
         "The scale factors differ between the four lane quarters.",
         "tcgen05.cp.32x128b.warpx4 writes all four.",
@@ -177,7 +179,7 @@ CODES: dict[str, tuple[str, str]] = {
     "metadata": (
         "Metadata of a sparse product name one position twice, with sp::ordered_metadata in descending order, or hold "
         "a code that tf32 does not have.",
-        "Two different positions of 0 to 3 for every chunk, the smaller one in the lower bits; "
+        "Give two different positions of 0 to 3 for every chunk, the smaller one in the lower bits; "
         "for tf32 0b0100 or 0b1110.",
     ),
     # wgmma

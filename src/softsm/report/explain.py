@@ -326,7 +326,7 @@ def descriptor(raw: int, tile: Tile) -> RenderableType:
     accepted.whole("rows", tile.rows, 1, MOST_ROWS)
     accepted.whole("k", tile.k, 1, MOST_K)
     if not 0 <= raw < 1 << 64:
-        raise ValueError(f"descriptor: got {raw:#x}; accepted: 64 bits")
+        raise ValueError(f"descriptor: got {raw:#x}; accepted: numbers of up to 64 bits")
     blackwell = not tile.arch.startswith("sm_90")
     fields = Table("bits", "field", "value", title=f"descriptor 0x{raw:016x} on {tile.arch}", title_justify="left")
     fields.add_row("0-13", "start address", f"0x{(raw & 0x3FFF) << 4:x}")

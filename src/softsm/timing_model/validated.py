@@ -42,12 +42,16 @@ def doubts(p) -> list[Doubt]:
         words = "how long a CTA runs depends on what an earlier launch writes, of which only some CTAs ran: time this"
         out.append(Doubt(1.0, f"{words} launch alone, with inputs of its own"))
     elif depends_on_data(p) is not None and p.trace.lengths is not None:
-        out.append(Doubt(0.3, "how long a CTA runs depends on data: beside which others it runs is not known"))
+        out.append(
+            Doubt(0.3, "how long a CTA runs depends on data, and which others share its multiprocessor is not known")
+        )
     elif depends_on_data(p) is not None:
-        out.append(Doubt(0.6, "how long a CTA runs depends on data, and few were looked at: the longest is not known"))
+        out.append(
+            Doubt(0.6, "how long a CTA runs depends on data, and only few were counted: the longest is not known")
+        )
     read = sum(s.asked for s in p.sources)
     if sum(s.asked for s in p.sources if s.random and s.piece < 64) > 0.2 * read > 0:
-        out.append(Doubt(0.3, "words are read here and there: what device memory does with them depends on where"))
+        out.append(Doubt(0.3, "scattered words are read: the speed of device memory depends on where they are"))
     if p.spills:
         out.append(Doubt(0.3, f"{p.spills} bytes are spilled to local memory"))
     if p.kept is not None and 0.0 < p.kept < 1.0:
@@ -55,17 +59,21 @@ def doubts(p) -> list[Doubt]:
     if len(opcodes) > LONG_CODE:
         out.append(Doubt(0.4, f"{len(opcodes)} machine instructions: more than the first instruction cache holds"))
     if busy.get("L2", 0.0) > 0.6 and any(s.asked > 2 * s.size > 0 for s in p.sources):
-        out.append(Doubt(0.3, "L2 is busy with tiles that CTAs share: how many ask for one together is not known"))
+        out.append(
+            Doubt(0.3, "L2 is busy with tiles that CTAs share: how many request one at the same time is not known")
+        )
     if busy.get("issue", 0.0) > 0.6 and busy.get("tensor core", 0.0) > 0.1:  # windows of keys, seeds 202 to 909
         out.append(
-            Doubt(0.6, "much is computed beside products: such masks were up to 1.6 times slower than predicted")
+            Doubt(0.6, "much is computed during products: such kernels were up to 1.6 times slower than predicted")
         )
     if p.bound.startswith("chain"):
-        out.append(Doubt(0.27, "nothing is busy: the time is a chain of waits, whose latencies add up"))
+        out.append(Doubt(0.27, "no unit is busy: the time is a chain of waits, whose latencies add up"))
     if p.us < SHORT:
         out.append(Doubt(0.22, "a short kernel: most of its time is the launch and the first loads"))
     if p.gpu.arch.startswith("sm_10"):
-        out.append(Doubt(0.3, "rates of others' microbenchmarks and tutorials, a clock that was not measured"))
+        out.append(
+            Doubt(0.3, "the rates are from others' microbenchmarks and tutorials, and the clock was not measured")
+        )
     return sorted(out, key=lambda d: -d.width)
 
 

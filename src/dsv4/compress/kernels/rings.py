@@ -109,7 +109,8 @@ def compress_rings(
     places: Tensor | None,
     launch: Callable[[Launch], None] = calls.launch,
 ) -> None:
-    """kv, gate [N, width]; states fp32 [lines * ring, width]; rows: (number, line, begin, start, target), int64 [W].
+    """Make rows of kv, gate [N, width]; states fp32 [lines * ring, width]; rows: (number, line, begin, start,
+    target), int64 [W].
 
     places int64 [N]: where the tokens go in the states, for a call in which no request has more than one (then no row
     is made of the tokens that they replace); None: the states stay as they are.

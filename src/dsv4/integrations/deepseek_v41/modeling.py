@@ -165,7 +165,7 @@ class Layer(nn.Module):
         return _written(streams, y, post, comb), after
 
     def _mixes(self, streams: Tensor, block: str) -> tuple[Tensor, Tensor, Tensor]:
-        """pre [B, T, s], post [B, T, s], comb [B, T, s, s], whose rows and columns sum to 1, nearly."""
+        """Return pre [B, T, s], post [B, T, s], comb [B, T, s, s], whose rows and columns sum to 1, nearly."""
         c, s = self.config, self.config.hc_mult
         fn, base, scale = (getattr(self, f"hc_{block}_{name}") for name in ("fn", "base", "scale"))
         x = streams.flatten(2).to(wide(streams.dtype))

@@ -14,7 +14,7 @@ BLOCK = 32  # rows and columns of FP8 weights with one scale; columns of FP4 wei
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What products and norms are computed in."""
+    """Return the dtype in which products and norms are computed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -71,8 +71,10 @@ def _slots(rows: Tensor, table: Tensor, page: int, out: Tensor) -> None:
 
 
 def _by_request(table: Tensor, batch: Any, index: Any, n: int) -> tuple[Tensor, Tensor | None]:
-    """SGLang repeats a request's pages for each of its queries. Where all queries of the step are here in the order of
-    the requests, one line of pages for each request is enough, and queries share what is read of the keys."""
+    """Return arguments by request: SGLang repeats a request's pages for each of its queries. Where all queries of
+    the step are here in the order of the requests, one line of pages for each request is enough, and queries share
+    what is read of the keys.
+    """
     whole = (
         batch.forward_mode.is_extend_or_draft_extend_or_mixed()
         and batch._original_forward_mode is None

@@ -64,8 +64,8 @@ def everything() -> None:
 
 
 def check_hooks(_: Any, model_runner: Any, *__: Any, **___: Any) -> None:
-    """Before a DeepSeek-V4 backend starts. SGLang logs a hook that it could not apply and continues: the backend must
-    not. DeepSeek-V4.1 runs on the same backend."""
+    """Check the hooks before a DeepSeek-V4 backend starts. SGLang logs a hook that it could not apply and
+    continues: the backend must not. DeepSeek-V4.1 runs on the same backend."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     others = [part for part in parts() if part not in PARTS_V41]
@@ -96,8 +96,10 @@ def dense_name() -> None:
 
 
 def _known_names(backends_of: Any) -> Any:
-    """Gemma 4 and gpt-oss check the name against lists of SGLang's own, which cannot be extended. dsv4 does what the
-    Triton backend does for them (any page size, two head dims, windows, sinks), so it passes where that one passes."""
+    """Add our name: Gemma 4 and gpt-oss check the name against lists of SGLang's own, which cannot be extended.
+    dsv4 does what the Triton backend does for them (any page size, two head dims, windows, sinks), so it passes
+    where that one passes.
+    """
 
     def named(*arguments: Any) -> tuple[Any, ...]:
         return tuple("triton" if name == BACKEND else name for name in backends_of(*arguments))
@@ -107,6 +109,8 @@ def _known_names(backends_of: Any) -> Any:
 
 def _refusing(what: str) -> Any:
     def bypass(*_: Any, **__: Any) -> NoReturn:
-        raise RuntimeError(f"{SWITCH}=1, but SGLang uses a kernel of its own with {what}: turn that off, or dsv4")
+        raise RuntimeError(
+            f"{SWITCH}=1, but SGLang uses a kernel of its own with {what}: turn that off, or set {SWITCH}=0"
+        )
 
     return bypass

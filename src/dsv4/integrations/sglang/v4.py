@@ -75,7 +75,7 @@ def flash_mla_sparse_fwd(
     *,
     use_legacy: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """SGLang's function, whose first result alone is used. kv is a bf16 workspace; what is past topk_length in
+    """Replace SGLang's function, whose first result alone is used. kv is a bf16 workspace; what is past topk_length in
     indices is undefined."""
     calls["prefill"] += 1
     if kv.ndim == 2:

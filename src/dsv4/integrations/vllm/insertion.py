@@ -20,9 +20,9 @@ def insert(
     eps: float | None,
     backend: str = "auto",
 ) -> Tensor:
-    """kv [>= n, 512], rotated, to the rows slots int64 [n] of the window (-1: nowhere); q [N, H, 512], each head normed
-    without a weight (not if eps is None: V4.1) and rotated -> a new tensor of the same shape. positions [N]; cos_sin
-    fp32 [positions, 64]."""
+    """Store kv [>= n, 512], rotated, in the rows slots int64 [n] of the window (-1: nowhere); q [N, H, 512], each
+    head normed without a weight (not if eps is None: V4.1) and rotated -> a new tensor of the same shape. positions
+    [N]; cos_sin fp32 [positions, 64]."""
     write(kv, positions, window, slots, cos_sin, backend)
     steps = elementwise.choose(backend, q.device)
     with steps.running():

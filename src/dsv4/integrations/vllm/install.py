@@ -53,7 +53,7 @@ def everything() -> None:
 
 
 def configurations() -> None:
-    """Every configuration that is made in this process installs what it needs, is checked, and reported in the log."""
+    """Let every new configuration of this process install what it needs, check it, and report it in the log."""
     from vllm.config import VllmConfig
 
     made = VllmConfig.__post_init__
@@ -73,7 +73,7 @@ def configurations() -> None:
 
 
 def by_configuration() -> None:
-    """A name that vLLM may be asked for, and nothing else until it is: in a configuration that is made in this process,
+    """Register a name, and do nothing else until vLLM is asked for it: in a configuration that is made in this process,
     or in one that another process sends."""
     global ready
     ready = True

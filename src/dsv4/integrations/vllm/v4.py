@@ -140,8 +140,8 @@ class Forward(Served):
 def sparse_fwd(
     q: Tensor, kv: Tensor, indices: Tensor, sm_scale: float, attn_sink: Tensor, topk_length: Tensor, out: Tensor
 ) -> None:
-    """FlashMLA's flash_mla_sparse_fwd as vLLM's prefill calls it: q [n, H, 512], kv [rows, 1, 512], a bf16 workspace,
-    indices int32 [n, 1, W], what is past topk_length [n] undefined."""
+    """Replace FlashMLA's flash_mla_sparse_fwd as vLLM's prefill calls it: q [n, H, 512], kv [rows, 1, 512], a bf16
+    workspace, indices int32 [n, 1, W], what is past topk_length [n] undefined."""
     rows, lists = kv[:, 0], indices[:, 0]
     if not q.is_cuda:
         rows = rows.to(q.dtype)  # the workspace is bf16 whatever the model is; exact
@@ -153,9 +153,9 @@ def sparse_fwd(
 
 @functools.cache
 def copied(theirs: Any, **names: Any) -> Callable[..., None]:
-    """A method of vLLM's in which names mean something else: that which gathers the rows of prompts into a workspace,
-    with sparse_fwd under the name that it calls FlashMLA's function by. vLLM's own method stays as it is, for other
-    engines of this process."""
+    """Return a copy of a vLLM method in which names are replaced: the one that gathers the rows of prompts into a
+    workspace, with sparse_fwd under the name that it calls FlashMLA's function by. vLLM's own method stays as it
+    is, for other engines of this process."""
     names = {**theirs.__globals__, **names}
     return types.FunctionType(theirs.__code__, names, theirs.__name__, theirs.__defaults__, theirs.__closure__)
 

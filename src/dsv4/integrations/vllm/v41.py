@@ -166,8 +166,8 @@ def pool(pages: Tensor) -> PackedRows:
 
 
 def insert_cache(self: Any, latent: Tensor | None, positions: Tensor, rotary_emb: Any) -> None:
-    """The method of vLLM's compressor: the latent [N, 512] of each token that ends a group to the compressed pages,
-    rotated at the first token of its group. Other lines of the latent are undefined."""
+    """Replace the method of vLLM's compressor: write the latent [N, 512] of each token that ends a group to the
+    compressed pages, rotated at the first token of its group. Other lines of the latent are undefined."""
     if latent is None:
         return
     from vllm.forward_context import get_forward_context
@@ -202,7 +202,9 @@ def indexer_class(theirs: Any) -> type:
 
 
 def write_keys(indexer: Any, keys: Tensor, positions: Tensor, slots: Tensor, pages: Tensor, cos_sin: Tensor) -> None:
-    """keys [>= n, 128] of tokens that end a group, normed and rotated at its first token, to the slots [n] of pages."""
+    """Write keys [>= n, 128] of tokens that end a group, normed and rotated at its first token, to the slots [n] of
+    pages.
+    """
     at = positions[: len(slots)]
     slots = slots.masked_fill((at + 1) % indexer.compress_ratio != 0, -1)
     cache = dsv4.IndexCache.from_pages(pages, format=INDEX_68)

@@ -72,10 +72,10 @@ def query_rows(
     STORED: gl.constexpr,
     DOT: gl.constexpr,
 ):
-    """Program (n, i): ROWS heads of query n. share: dsink is the sum of it. turned [N, H, TURNED]: the last TURNED
-    columns of dO, the last rope_width of them rotated. Strides of q, out and dout are in units of 8 elements. SCALED
-    (fp16): write most, from the norm of the longest row and |scale|; STORED: also sizes, from q. Without DOT, delta
-    and share lack dO . O; that of the last TURNED columns goes to tail [N, H]."""
+    """Process the rows; program (n, i) has ROWS heads of query n. share: dsink is the sum of it. turned [N, H,
+    TURNED]: the last TURNED columns of dO, the last rope_width of them rotated. Strides of q, out and dout are in
+    units of 8 elements. SCALED (fp16): write most, from the norm of the longest row and |scale|; STORED: also
+    sizes, from q. Without DOT, delta and share lack dO . O; that of the last TURNED columns goes to tail [N, H]."""
     L: gl.constexpr = row_layout(D)
     R: gl.constexpr = gl.SliceLayout(1, L)
     query = gl.program_id(0).to(gl.int64)
@@ -163,8 +163,10 @@ def listed(lists, query, entry, shift):
 
 @gluon.jit(do_not_specialize=["window_padded"])
 def number_rows(window, compressed, rows_ptr, blocks_ptr, window_padded, CHUNK: gl.constexpr):
-    """Program n writes rows[n]: window_padded entries of the window, then the compressed ones, numbered after the
-    window's rows; -1 = nothing there. blocks[n]: how many blocks of 64 entries reach the last that names a row."""
+    """Number the rows; program n writes rows[n]: window_padded entries of the window, then the compressed ones,
+    numbered after the window's rows; -1 = nothing there. blocks[n]: how many blocks of 64 entries reach the last
+    that names a row.
+    """
     L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     query = gl.program_id(0).to(gl.int64)
     width = window_padded + compressed.entries

@@ -150,7 +150,7 @@ class Runtime:
         return at is not None and any(start <= at and at + size <= start + n for start, (n, _) in self.live.items())
 
     def copy(self, to: int | None, source: int | None, size: int, kind: int) -> int:
-        """kind: cudaMemcpyKind. A device address that no allocation holds is an error, as on a GPU."""
+        """Copies. kind: cudaMemcpyKind. A device address that no allocation holds is an error, as on a GPU."""
         self.synchronise()
         if self.failure is not None:  # an error stays
             return self.failed()
@@ -183,7 +183,7 @@ class Runtime:
     # ---- launches ----------------------------------------------------------------------------------------------
 
     def most_shared(self, host: int, size: int) -> int:
-        """cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, size)"""
+        """Serves cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, size)"""
         return self.may_use(self.kernels.get(host), size)
 
     def may_use(self, kernel: Kernel | None, size: int) -> int:
@@ -209,7 +209,7 @@ class Runtime:
         shared: int,
         how: int = 0,
     ) -> int:
-        """args: the address of the addresses of the arguments"""
+        """Starts a kernel. args: the address of the addresses of the arguments"""
         if kernel is None:
             return INVALID_FUNCTION
         if shared > max(self.dynamic.get(kernel, 0), WITHOUT_ASKING - kernel.program.shared_static):
@@ -278,7 +278,7 @@ class Runtime:
         return SUCCESS
 
     def encode(self, to, kind, rank, address, dims, strides, box, steps, interleave, swizzle, promotion, fill) -> int:
-        """cuTensorMapEncodeTiled"""
+        """Serves cuTensorMapEncodeTiled"""
         try:
             image = tensor_map_image.encode_tiled(
                 kind,

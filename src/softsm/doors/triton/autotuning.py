@@ -24,5 +24,7 @@ def choices(arch: str) -> property:
 
 
 def benchmark(tuner):
-    """`Autotuner.do_bench`: the program's own function if it gave one. Triton remembers the driver's, be it a GPU's."""
+    """Replaces `Autotuner.do_bench`: uses the program's own function if it gave one. Triton remembers the driver's,
+    be it a GPU's.
+    """
     return bench_once if tuner._do_bench is None or tuner.use_cuda_graph else tuner._do_bench

@@ -1,4 +1,4 @@
-"""Triton imports this module while it looks for backends, and wants exactly one concrete BaseBackend in it.
+"""Triton imports this module while it looks for backends, and requires exactly one concrete BaseBackend in it.
 
 Without SOFTSM in the environment that is a class which supports no target: nothing heavy is imported, nothing patched.
 """

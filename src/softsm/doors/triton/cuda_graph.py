@@ -86,7 +86,7 @@ class CUDAGraph:
 
 @contextlib.contextmanager
 def graph(cuda_graph: CUDAGraph, pool=None, stream=None, capture_error_mode: str = "global") -> Iterator[None]:
-    """torch.cuda.graph"""
+    """Replaces torch.cuda.graph"""
     cuda_graph.capture_begin(pool, capture_error_mode)
     try:
         yield

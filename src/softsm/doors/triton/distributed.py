@@ -175,7 +175,7 @@ def empty(*size: Any, dtype: torch.dtype | None = None, device: Any = None) -> t
 
 
 def rendezvous(tensor: torch.Tensor, group: Any = None) -> Handle:
-    """Every rank gives a tensor of the same shape and gets a handle on those of all."""
+    """Exchanges tensors of one shape: every rank passes one and gets a handle on those of all."""
     pad = torch.zeros(SIGNAL_PAD, dtype=torch.uint8)
     given = _exchange("rendezvous", (tensor, pad), group)
     shapes = [(list(x.shape), x.dtype) for x, _ in given]

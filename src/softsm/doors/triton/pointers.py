@@ -16,7 +16,7 @@ _known: dict[int, StorageWeakRef] = {}
 
 
 def tracking(original: Callable) -> Callable:
-    """A `Tensor.data_ptr` that remembers the storage."""
+    """Returns a `Tensor.data_ptr` that remembers the storage."""
 
     def data_ptr(self) -> int:
         address = original(self)

@@ -14,7 +14,9 @@ def prepare(p: IndexProblem, target: Target, program: Program) -> None:
 
 
 def tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
-    """Queries of a sequence share the keys that a program reads; 256 columns are the widest product."""
+    """Return the tiling: queries of a sequence share the keys that a program reads; 256 columns are the widest
+    product.
+    """
     together = 1 if each < 2 else min(2 if each < 4 else 4, 256 // heads)
     stages = 3 if together * heads * dims <= 128 * 128 else 2
     if dims > 128:  # shared memory has no room for more

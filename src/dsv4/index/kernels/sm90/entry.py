@@ -43,7 +43,7 @@ def comes_in_boxes(p: IndexProblem) -> bool:
 
 
 def fp4_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
-    """Queries of a sequence share keys after these are unpacked."""
+    """Return the tiling: queries of a sequence share keys after these are unpacked."""
     together = 4 if each >= 4 and heads <= 64 else 2 if each >= 2 and heads <= 64 else 1
     return together, 4 if together * heads <= 64 else 2, dict(STAGES=3 if together == 1 else 4, num_warps=4)
 
@@ -56,17 +56,19 @@ def fp4_boxes_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
 
 
 def fp4_blocks_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
-    """One query with its own blocks."""
+    """Return the tiling: one query with its own blocks."""
     return 1, 4, dict(STAGES=4, num_warps=4, PIECES=2, maxnreg=64)
 
 
 def plain_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
-    """One stage: with more, Triton 3.6 puts the proxy fence of tl.dot before the end of cp.async, not after it."""
+    """Return the tiling, with one stage: with more, Triton 3.6 puts the proxy fence of tl.dot before the end of
+    cp.async, not after it.
+    """
     return 1, 2, dict(ROWS=128 if dims <= 128 else 64, num_warps=4, num_stages=1)
 
 
 def boxes_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
-    """Queries of a sequence share keys."""
+    """Return the tiling: queries of a sequence share keys."""
     if each >= 4 and heads <= 64:
         return 4, 2, dict(num_warps=4)
     if each >= 2 and heads <= 64:
@@ -75,7 +77,7 @@ def boxes_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
 
 
 def wide_boxes_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
-    """Keys of 16 bits: as many CTAs per SM as shared memory has room for."""
+    """Return the tiling for keys of 16 bits: as many CTAs per SM as shared memory has room for."""
     if heads > 64:
         return 1, 2, dict(num_warps=4)
     together = 4 if each >= 4 else 2 if each >= 2 else 1
@@ -83,7 +85,9 @@ def wide_boxes_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]
 
 
 def fp8_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
-    """Half the bytes per tile; three CTAs per SM are faster than two or four (benchmarks/NOTES.md)."""
+    """Return the tiling: half the bytes per tile; three CTAs per SM are faster than two or four
+    (benchmarks/NOTES.md).
+    """
     if each >= 16 and heads <= 64:
         return 2, 3, dict(ROWS=64, STAGES=4, num_warps=4)
     together = 2 if each >= 2 and heads <= 64 else 1
@@ -91,8 +95,8 @@ def fp8_tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
 
 
 def tiling(each: int, heads: int, dims: int) -> tuple[int, int, dict]:
-    """Queries of a sequence share the keys that a CTA reads. With two CTAs per SM, one loads, or sums over the heads,
-    while the other keeps the tensor cores busy."""
+    """Return the tiling: queries of a sequence share the keys that a CTA reads. With two CTAs per SM, one loads, or
+    sums over the heads, while the other keeps the tensor cores busy."""
     together, rows = (4, 64) if each >= 4 else (2, 128) if each >= 2 else (1, 128)
     if heads * dims > 64 * 128:
         together, rows = 1, 128

@@ -478,9 +478,9 @@ def index_scores_fp4_sm90(
     BF16: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Line n of the scores is that of query first + n; only what a query sees is written, and -inf up to a whole
-    group. AMONG: the scores of the rows of listed blocks, in their order, of one query. BLOCKS: the greatest scores of
-    blocks, too. BF16: round as the reference model does."""
+    """Compute scores. Line n of the scores is that of query first + n; only what a query sees is written, and -inf
+    up to a whole group. AMONG: the scores of the rows of listed blocks, in their order, of one query. BLOCKS: the
+    greatest scores of blocks, too. BF16: round as the reference model does."""
     launch_dependents()
     clear_counts(queries, scores, QUERIES)
     PARTS: gl.constexpr = parts_of(QUERIES, HEADS)

@@ -237,8 +237,8 @@ def index_scores_pages_sm90(
     HEADS: gl.constexpr,
     ALONE: gl.constexpr,
 ):
-    """Line n of the scores is that of query first + n; only what a query sees is written, and -inf up to a whole
-    group."""
+    """Compute scores. Line n of the scores is that of query first + n; only what a query sees is written, and -inf
+    up to a whole group."""
     launch_dependents()
     clear_counts(queries, scores, QUERIES)
     PARTS: gl.constexpr = parts_of(QUERIES, HEADS)

@@ -227,8 +227,8 @@ def index_scores_sm90(
     STAGES: gl.constexpr,
     WHOLE: gl.constexpr,
 ):
-    """Line n of the scores is that of query first + n; only what a query sees is written, and -inf up to a whole
-    group."""
+    """Compute scores. Line n of the scores is that of query first + n; only what a query sees is written, and -inf
+    up to a whole group."""
     launch_dependents()
     clear_counts(queries, scores, QUERIES)
     dtype: gl.constexpr = queries.ptr.dtype.element_ty

@@ -360,12 +360,12 @@ def backward_sparse(
     KEYS_REGS: gl.constexpr,
     GATHER_REGS: gl.constexpr,
 ):
-    """rows [N, width] of both pools by one number, compressed rows after the window's: window_blocks blocks of 64
-    entries name window rows, the others compressed ones. blocks [N]: how many a query has. target: dkv fp32 [rows, 512
-    in the order of add()] to add to; without ATOMIC the contributions [head tiles, queries from query_begin on, width
-    rounded up to 64, 512 in the order of keep()], to be summed later. The last TURNED panels of 64 columns of dO are
-    those of turned. SCALED (fp16): most and sizes [N, H], and undo [head tiles, queries, blocks]: what undoes the
-    contributions' factor."""
+    """Compute gradients of rows [N, width] of both pools by one number, compressed rows after the window's:
+    window_blocks blocks of 64 entries name window rows, the others compressed ones. blocks [N]: how many a query
+    has. target: dkv fp32 [rows, 512 in the order of add()] to add to; without ATOMIC the contributions [head tiles,
+    queries from query_begin on, width rounded up to 64, 512 in the order of keep()], to be summed later. The last
+    TURNED panels of 64 columns of dO are those of turned. SCALED (fp16): most and sizes [N, H], and undo [head
+    tiles, queries, blocks]: what undoes the contributions' factor."""
     DTYPE: gl.constexpr = q_desc.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     q = gl.allocate_shared_memory(DTYPE, [2, 64, 256], TILE)

@@ -41,7 +41,7 @@ def half_slot(dtype):
 
 @gluon.jit
 def half_scores(s, memory, phase, step, SLOT: gl.constexpr, FIRST: gl.constexpr, SPLIT_SLOTS: gl.constexpr = False):
-    """S [64, 64] += Q K^T with the half of the head dim in a slot: one group issued, or two, not waited for."""
+    """Add Q K^T over the half of the head dim in a slot to S [64, 64]: one group issued, or two, not waited for."""
     opaque = zero(step)  # else all 64 wgmma descriptors of a fixed slot would be kept in registers, and spilled
     landed(memory, phase, SLOT)
     if SPLIT_SLOTS:
@@ -57,14 +57,14 @@ def half_scores(s, memory, phase, step, SLOT: gl.constexpr, FIRST: gl.constexpr,
 
 @gluon.jit
 def scores(memory, phase, step, FIRST: gl.constexpr, SECOND: gl.constexpr, SPLIT_SLOTS: gl.constexpr = False):
-    """S of a block, its slots in this order: two groups issued, SPLIT_SLOTS four, not waited for."""
+    """Return S of a block, its slots in this order: two groups issued, SPLIT_SLOTS four, not waited for."""
     s = half_scores(gl.zeros([64, 64], gl.float32, SCORES), memory, phase, step, FIRST, True, SPLIT_SLOTS)
     return half_scores(s, memory, phase, step, SECOND, False, SPLIT_SLOTS)
 
 
 @gluon.jit
 def add(p, memory, slot, o, SPLIT_SLOTS: gl.constexpr):
-    """O [64, 256] += P V with the rows of a slot: one group issued, SPLIT_SLOTS two. Not waited for: `added` does."""
+    """Add P V with the rows of a slot to O [64, 256]: one group issued, SPLIT_SLOTS two; `added` waits for them."""
     if SPLIT_SLOTS:
         L: gl.constexpr = o.type.layout
         a, b = gl.split(o.reshape([64, 2, 128]).permute((0, 2, 1)))  # moves no registers
@@ -89,7 +89,7 @@ def added(o, SPLIT_SLOTS: gl.constexpr):
 
 @gluon.jit
 def left_step(o, m, l, memory, phase, step, blocks, scale, SIGN: gl.constexpr, SPLIT_SLOTS: gl.constexpr):
-    """Softmax of block 0, then O[:, :256] with both blocks."""
+    """Compute the softmax of block 0, then O[:, :256] with both blocks."""
     kv, p_ready = memory.kv, memory.p_ready
     RS: gl.constexpr = m.type.layout
     RP: gl.constexpr = gl.SliceLayout(1, l.type.layout)
@@ -125,7 +125,7 @@ def left_step(o, m, l, memory, phase, step, blocks, scale, SIGN: gl.constexpr, S
 
 @gluon.jit
 def right_step(o, l, memory, phase, step, blocks, scale, SIGN: gl.constexpr, SPLIT_SLOTS: gl.constexpr):
-    """O[:, 256:] with block 0 while S of block 1 is computed, then its softmax, then O with block 1."""
+    """Compute O[:, 256:] with block 0 while S of block 1 is computed, then its softmax, then O with block 1."""
     kv, p_ready = memory.kv, memory.p_ready
     RS: gl.constexpr = gl.SliceLayout(1, SCORES)
     RO: gl.constexpr = gl.SliceLayout(1, o.type.layout)
@@ -173,7 +173,7 @@ def resident_scores(s, memory, phase, step, SIGN: gl.constexpr):
 
 @gluon.jit
 def left_begin(memory, phase, steps, SIGN: gl.constexpr):
-    """S of the first block 0 of a work tile."""
+    """Return S of the first block 0 of a work tile."""
     s = gl.zeros([64, 64], gl.float32, SCORES)
     if steps > 0:
         s = half_scores(s, memory, phase, steps, 0, True)
@@ -185,7 +185,7 @@ def left_begin(memory, phase, steps, SIGN: gl.constexpr):
 
 @gluon.jit
 def left_resident(o, s, m, l, memory, phase, step, steps, scale, SIGN: gl.constexpr):
-    """Softmax of block 0, whose S is complete, O[:, :256] with both blocks, S of the next block 0."""
+    """Compute the softmax of block 0, whose S is complete, O[:, :256] with both blocks, and S of the next block 0."""
     kv, p_ready, m_ready = memory.kv, memory.p_ready, memory.m_ready
     RS: gl.constexpr = m.type.layout
     RP: gl.constexpr = gl.SliceLayout(1, l.type.layout)
@@ -227,7 +227,7 @@ def left_resident(o, s, m, l, memory, phase, step, steps, scale, SIGN: gl.conste
 
 @gluon.jit
 def right_resident(o, m, l, memory, phase, step, steps, scale, SIGN: gl.constexpr):
-    """S and softmax of block 1, O[:, 256:] with its own P, then with left's."""
+    """Compute S and softmax of block 1, then O[:, 256:] with its own P, then with left's."""
     kv, p_ready, m_ready = memory.kv, memory.p_ready, memory.m_ready
     RS: gl.constexpr = gl.SliceLayout(1, SCORES)
     RP: gl.constexpr = gl.SliceLayout(1, l.type.layout)
