@@ -4,6 +4,8 @@ The query heads of one KV head are packed into rows: row r of (sequence, KV head
 query head ``kv_head * group + r % group``, so the rows of a tile span few tokens and one K tile serves them all.
 """
 
+from typing import NamedTuple
+
 from dsv4.kernels.compat import Value, aggregate, gl, gluon
 from dsv4.kernels.division import divide
 
@@ -45,6 +47,24 @@ def packed_sequence(seq, cu_q_ptr, cu_k_ptr, total_q, total_k):
     k_start = gl.minimum(gl.maximum(gl.load(cu_k_ptr + seq), 0), total_k)
     k_end = gl.minimum(gl.maximum(gl.load(cu_k_ptr + seq + 1), k_start), total_k)
     return q_start, q_end - q_start, k_start, k_end - k_start
+
+
+class PackedSequences(NamedTuple):
+    """A varlen batch, for kernels that process all of its sequences."""
+
+    any_alignment = ("cu_q_ptr", "cu_k_ptr")
+
+    cu_q_ptr: Value
+    cu_k_ptr: Value
+    count: Value
+    total_q: Value
+    total_k: Value
+
+
+@gluon.jit
+def packed(i, sequences):
+    """Return packed_sequence of number i (a scalar or a tensor)."""
+    return packed_sequence(i, sequences.cu_q_ptr, sequences.cu_k_ptr, sequences.total_q, sequences.total_k)
 
 
 @gluon.jit

@@ -15,7 +15,7 @@ import torch
 
 from dsv4.fmha.kernels.backward_arguments import GradientTile
 from dsv4.fmha.kernels.backward_sequences import sizes_of, tile_of
-from dsv4.fmha.kernels.tiles import packed_sequence
+from dsv4.fmha.kernels.tiles import PackedSequences, packed
 from dsv4.kernels.compat import Value, aggregate, gl, gluon
 from dsv4.kernels.division import Divisor, divide, divisor, quotient
 from dsv4.runtime.program import Program, Slot
@@ -44,21 +44,11 @@ def key_order(listed: Any, pairs: int, tiles: int, splits: int, packs: int, head
     return KeyOrder(listed, pairs * tiles * splits, pairs, tiles, *(divisor(x) for x in divisors))
 
 
-class KeySequences(NamedTuple):
-    any_alignment = ("cu_q_ptr", "cu_k_ptr")
-
-    cu_q_ptr: Value
-    cu_k_ptr: Value
-    count: Value
-    total_q: Value
-    total_k: Value
-
-
 def list_sequences(program: Program, cu_q: Slot, cu_k: Slot, tokens: int, keys: int, tiles: int) -> Slot:
     """Add the launch that lists the tiles of a pair; return the list."""
     listed = program.workspace("key tiles", (tiles, 2), torch.int32)
     count = cu_q.shape[0] - 1
-    sequences = KeySequences(cu_q, cu_k, count, tokens, keys)
+    sequences = PackedSequences(cu_q, cu_k, count, tokens, keys)
     program.launch(list_key_tiles, (count,), dict(list_ptr=listed, sequences=sequences, tiles=tiles), num_warps=1)
     return listed
 
@@ -110,16 +100,12 @@ def list_key_tiles(list_ptr, sequences, tiles):
     backward_sequences.tile_of numbers them, with numbers between two sequences that no tile has. Those are last."""
     L: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     s = gl.program_id(0)
-    _, tokens, k_start, keys = packed_sequence(
-        s, sequences.cu_q_ptr, sequences.cu_k_ptr, sequences.total_q, sequences.total_k
-    )
+    _, tokens, k_start, keys = packed(s, sequences)
     longer, before, total = 0, 0, 0  # tiles: of longer sequences, of earlier ones, of all
     for first in range(0, sequences.count, AT_ONCE):
         i = first + gl.arange(0, AT_ONCE, layout=L)
         there = i < sequences.count
-        other = packed_sequence(
-            gl.where(there, i, 0), sequences.cu_q_ptr, sequences.cu_k_ptr, sequences.total_q, sequences.total_k
-        )
+        other = packed(gl.where(there, i, 0), sequences)
         others = other[1]
         count = gl.where(there, (other[3] + 127) // 128, 0)
         longer += gl.sum(gl.where((others > tokens) | (others == tokens) & (i < s), count, 0), 0)

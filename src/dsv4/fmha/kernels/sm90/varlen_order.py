@@ -17,7 +17,7 @@ import torch
 
 from dsv4.fmha.kernels.causal_order import CACHED
 from dsv4.fmha.kernels.prepare import most_row_tiles
-from dsv4.fmha.kernels.tiles import packed_sequence
+from dsv4.fmha.kernels.tiles import PackedSequences, packed
 from dsv4.fmha.problem import FmhaProblem
 from dsv4.kernels import dependent
 from dsv4.kernels.compat import Value, gl, gluon
@@ -43,37 +43,26 @@ class Blocks(NamedTuple):
     heads: Value
 
 
-class Sequences(NamedTuple):
-    any_alignment = ("cu_q_ptr", "cu_k_ptr")
+class Rows(NamedTuple):
+    """What the list is made of, besides the sequences."""
 
-    cu_q_ptr: Value
-    cu_k_ptr: Value
-    count: Value
-    total_q: Value
-    total_k: Value
     group: Value  # rows of a query
     kv_heads: Value
     most: Value  # entries; starts that fall, which a GPU does not check, may ask for more
 
 
 @gluon.jit
-def _sequence(i, x):
-    """Return (first query, queries, first key, keys) of sequence i."""
-    return packed_sequence(i, x.cu_q_ptr, x.cu_k_ptr, x.total_q, x.total_k)
-
-
-@gluon.jit
-def _sizes(i, sequences, M: gl.constexpr):
+def _sizes(i, sequences, group, M: gl.constexpr):
     """Return (row tiles, keys, keys without a query in rows) of sequences i; 0 row tiles past the last one."""
     there = i < sequences.count
     i = gl.minimum(i, sequences.count - 1)
-    _, tokens, _, keys = _sequence(i, sequences)
-    tiles = (tokens * sequences.group + M - 1) // M
-    return gl.where(there, tiles, 0), keys, (keys - tokens) * sequences.group
+    _, tokens, _, keys = packed(i, sequences)
+    tiles = (tokens * group + M - 1) // M
+    return gl.where(there, tiles, 0), keys, (keys - tokens) * group
 
 
 @gluon.jit
-def list_row_tiles(entries_ptr, sequences, blocks, M: gl.constexpr, CAUSAL: gl.constexpr):
+def list_row_tiles(entries_ptr, sequences, rows, blocks, M: gl.constexpr, CAUSAL: gl.constexpr):
     """List row tiles, 16 at a time. Program (sequence, some of its row tiles, some of the heads)."""
     dependent.launch_dependents()  # the looping kernel waits before it reads the list
     R: gl.constexpr = 16
@@ -88,22 +77,22 @@ def list_row_tiles(entries_ptr, sequences, blocks, M: gl.constexpr, CAUSAL: gl.c
     within = 0  # row tiles of this block
     for first in range(0, sequences.count, AT_ONCE):
         i = first + gl.arange(0, AT_ONCE, layout=LC)
-        tiles, _, _ = _sizes(i, sequences, M)
+        tiles, _, _ = _sizes(i, sequences, rows.group, M)
         total += gl.sum(tiles, 0)
         before += gl.sum(gl.where(i < begin, tiles, 0), 0)
         within += gl.sum(gl.where((i >= begin) & (i < end), tiles, 0), 0)
     if (s == 0) & (gl.program_id(1) == 0) & (gl.program_id(2) == 0):
-        gl.store(entries_ptr, gl.minimum(total * sequences.kv_heads, sequences.most))
+        gl.store(entries_ptr, gl.minimum(total * rows.kv_heads, rows.most))
         gl.store(entries_ptr + 1, 0)
-    q_start, tokens, k_start, keys = _sequence(s, sequences)
-    tiles = (tokens * sequences.group + M - 1) // M
+    q_start, tokens, k_start, keys = packed(s, sequences)
+    tiles = (tokens * rows.group + M - 1) // M
     for first_tile in range(gl.program_id(1) * R, tiles, gl.num_programs(1) * R):
         tile = first_tile + gl.arange(0, R, layout=LR)
-        reach = tile * M + (keys - tokens) * sequences.group
+        reach = tile * M + (keys - tokens) * rows.group
         rank = gl.zeros([R], gl.int32, LR)
         for first in range(begin, end, AT_ONCE):
             i = first + gl.arange(0, AT_ONCE, layout=LC)
-            others, other_keys, ahead = _sizes(i, sequences, M)
+            others, other_keys, ahead = _sizes(i, sequences, rows.group, M)
             others = gl.where(i < end, others, 0)
             if CAUSAL:
                 # Row tile r' of i is earlier if r' M + ahead is more than reach, or equal and i < s.
@@ -113,13 +102,13 @@ def list_row_tiles(entries_ptr, sequences, blocks, M: gl.constexpr, CAUSAL: gl.c
                 first_ones = (other_keys > keys) | (other_keys == keys) & (i < s)
                 found = gl.where((i == s)[None, :], tile[:, None], gl.where(first_ones, others, 0)[None, :])
             rank += gl.sum(found, 1)
-        for head in range(gl.program_id(2), sequences.kv_heads, gl.num_programs(2)):
+        for head in range(gl.program_id(2), rows.kv_heads, gl.num_programs(2)):
             # Blocks of heads follow each other; the heads of a block are side by side.
             first_head = head // blocks.heads * blocks.heads
-            width = gl.minimum(blocks.heads, sequences.kv_heads - first_head)
-            place = before * sequences.kv_heads + first_head * within + rank * width + (head - first_head)
+            width = gl.minimum(blocks.heads, rows.kv_heads - first_head)
+            place = before * rows.kv_heads + first_head * within + rank * width + (head - first_head)
             entry = entries_ptr + (place + 1) * FIELDS
-            there = (tile < tiles) & (place < sequences.most)
+            there = (tile < tiles) & (place < rows.most)
             gl.store(entry, tile * M, mask=there)
             gl.store(entry + 1, head, mask=there)
             gl.store(entry + 2, q_start, mask=there)
@@ -155,10 +144,8 @@ def prepare_order(p: FmhaProblem, program: Program, rows: int) -> SequenceOrder:
     bytes_of_pair = p.k.shape[0] * p.head_dim * (2 if p.same_kv else 4) // p.batch
     together = max(CACHED // max(bytes_of_pair, 1), 1)
     blocks = Blocks(max(together // p.kv_heads, 1), min(together, p.kv_heads))
-    sequences = Sequences(
-        p.cu_seqlens_q, p.cu_seqlens_k, p.batch, p.q.shape[0], p.k.shape[0], p.group, p.kv_heads, most
-    )
-    arguments = dict(entries_ptr=entries, sequences=sequences, blocks=blocks)
+    sequences = PackedSequences(p.cu_seqlens_q, p.cu_seqlens_k, p.batch, p.q.shape[0], p.k.shape[0])
+    arguments = dict(entries_ptr=entries, sequences=sequences, rows=Rows(p.group, p.kv_heads, most), blocks=blocks)
     heads = min(p.kv_heads, max(LISTING // p.batch, 1))
     chunks = max(1, min(-(-p.max_seqlen_q * p.group // (16 * rows)), LISTING // (p.batch * heads)))
     program.launch(list_row_tiles, (p.batch, chunks, heads), arguments, M=rows, CAUSAL=p.right >= 0, num_warps=4)

@@ -8,7 +8,8 @@ from fmha_gradients import check, deterministic, request, varlen_request
 import softsm
 from dsv4.fmha.kernels.backward_arguments import GradientSizes, GradientTensors
 from dsv4.fmha.kernels.sm90 import backward
-from dsv4.fmha.kernels.sm90.key_tiles import KeySequences, Problem, key_order, list_key_tiles, locate
+from dsv4.fmha.kernels.sm90.key_tiles import Problem, key_order, list_key_tiles, locate
+from dsv4.fmha.kernels.tiles import PackedSequences
 from dsv4.kernels.compat import gl, gluon
 
 UNBOUND = 1 << 30
@@ -92,7 +93,7 @@ def test_every_tile_number_is_listed_once_and_the_longest_sequences_come_first(n
     total = int(cu_k[-1]) + unused
     tiles = total // 128 + len(lengths)
     listed = torch.full((tiles, 2), -1, dtype=torch.int32)
-    sequences = KeySequences(cu_q, cu_k, len(lengths), int(cu_q[-1]), total)
+    sequences = PackedSequences(cu_q, cu_k, len(lengths), int(cu_q[-1]), total)
     with softsm.use("sm_90a"), softsm.checking():
         list_key_tiles[(len(lengths),)](listed, sequences, tiles, num_warps=1)
     found = listed.tolist()

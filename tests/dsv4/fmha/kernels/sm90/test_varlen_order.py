@@ -12,6 +12,7 @@ import softsm
 from dsv4 import reference
 from dsv4.fmha import problem
 from dsv4.fmha.kernels.sm90 import entry, varlen_order
+from dsv4.fmha.kernels.tiles import PackedSequences
 from dsv4.runtime import dispatch
 
 SEED = 20261118
@@ -26,9 +27,10 @@ def listed(q_lengths, k_lengths, kv_heads, group, blocks, rows, causal):
     cu_q, cu_k = starts(q_lengths), starts(k_lengths)
     most = (int(cu_q[-1]) * group // rows + len(q_lengths)) * kv_heads
     entries = torch.full(((most + 1) * 8,), -1, dtype=torch.int32)
-    sequences = varlen_order.Sequences(cu_q, cu_k, len(q_lengths), int(cu_q[-1]), int(cu_k[-1]), group, kv_heads, most)
+    sequences = PackedSequences(cu_q, cu_k, len(q_lengths), int(cu_q[-1]), int(cu_k[-1]))
+    lists = entries, sequences, varlen_order.Rows(group, kv_heads, most), blocks
     with softsm.use("sm_90a"):
-        varlen_order.list_row_tiles[(len(q_lengths),)](entries, sequences, blocks, M=rows, CAUSAL=causal, num_warps=4)
+        varlen_order.list_row_tiles[(len(q_lengths),)](*lists, M=rows, CAUSAL=causal, num_warps=4)
     return entries.view(-1, 8)[1 : 1 + int(entries[0]), :6].tolist()
 
 
@@ -71,11 +73,9 @@ def test_starts_that_fall_write_no_more_entries_than_there_are(causal):
     """No values are checked on a GPU. Three sequences have all 600 rows: 15 row tiles, in a list of 9."""
     cu = torch.tensor([0, 600, 0, 600, 0, 600]).int()
     entries = torch.full((100 * 8,), -1, dtype=torch.int32)
-    sequences = varlen_order.Sequences(cu, cu, 5, 600, 600, 1, 1, 9)
+    lists = entries, PackedSequences(cu, cu, 5, 600, 600), varlen_order.Rows(1, 1, 9), varlen_order.Blocks(5, 1)
     with softsm.use("sm_90a"):
-        varlen_order.list_row_tiles[(5,)](
-            entries, sequences, varlen_order.Blocks(5, 1), M=128, CAUSAL=causal, num_warps=4
-        )
+        varlen_order.list_row_tiles[(5,)](*lists, M=128, CAUSAL=causal, num_warps=4)
     assert int(entries[0]) == 9 and (entries.view(-1, 8)[10:] == -1).all()
     for row, head, first, tokens, first_key, keys in entries.view(-1, 8)[1:10, :6].tolist():
         assert (head, first, tokens, first_key, keys) == (0, 0, 600, 0, 600) and row in range(0, 600, 128)
