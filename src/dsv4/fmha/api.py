@@ -1,4 +1,4 @@
-"""Fused multi-head attention: dense, varlen and paged. The maths is in reference.py; the rules are stated here."""
+"""Fused multi-head attention: dense, varlen and paged. reference/forward.py is the maths; the rules are stated here."""
 
 from collections.abc import Callable
 from typing import Any, Literal, Unpack, overload

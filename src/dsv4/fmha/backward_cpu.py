@@ -2,7 +2,7 @@
 
 The CPU backend; a GPU runs it too for problems without a kernel.
 
-The formulas are those of reference_backward.py. Extra memory is one block of scores and, for the KV heads that are
+The formulas are those of reference/backward.py. Extra memory is one block of scores and, for the KV heads that are
 worked on at once, dK and dV of one sequence in fp32: no matrix of queries times keys.
 """
 
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from dsv4.fmha.backward import FmhaBackward
+from dsv4.fmha.cpu import NEG_INF, scores, slope
 
-NEG_INF, INF = float("-inf"), float("inf")
+INF = float("inf")
 KEY_BLOCK = 512
 QUERY_BLOCK = 256
 SCORE_BYTES = 16 << 20  # bytes of the scores of one block
@@ -115,7 +116,7 @@ def _sequence(
     dv: Tensor | None,
 ) -> Tensor:
     """Fill dq, dk, dv -> dsink of these heads."""
-    p, softcap = b.forward, b.forward.options.softcap
+    p = b.forward
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     (t, heads, d), (s, kv_heads) = q.shape, k.shape[:2]
     group, offset = heads // kv_heads, s - t
@@ -150,10 +151,8 @@ def _sequence(
         for at in range(first, last, KEY_BLOCK):
             keys = slice(at, min(at + KEY_BLOCK, last))
             k1, v1 = (x[keys].to(compute).transpose(0, 1) for x in (k, v))  # [h, keys, D]
-            score = torch.bmm(q1, k1.mT)
-            if softcap is not None:
-                slope = 1 - score.div_(softcap).tanh_().square()
-                score.mul_(softcap)
+            score = scores(torch.bmm(q1, k1.mT), p.options)
+            by_product = slope(score, p.options)
             hidden = _hidden(begin + offset, tokens, keys, p.left, p.right, group, q.device)
             if hidden is not None:
                 score.masked_fill_(hidden, NEG_INF)
@@ -165,8 +164,8 @@ def _sequence(
             ds = torch.bmm(dout1, v1.mT).sub_(delta).mul_(prob)
             if dlse1 is not None:
                 ds += score.sub_(alone).exp_().mul_(dlse1)
-            if softcap is not None:
-                ds *= slope
+            if by_product is not None:
+                ds *= by_product
             if sum_q is not None:
                 sum_q.baddbmm_(ds, k1)
             if "k" in sums:

@@ -22,6 +22,7 @@ from functools import cache, lru_cache, reduce
 import torch
 from torch import Tensor
 
+from dsv4.fmha.options import FmhaOptions
 from dsv4.fmha.problem import FmhaProblem
 from dsv4.runtime.threads import one_thread
 
@@ -151,7 +152,7 @@ def _attend_block(p: FmhaProblem, some: Sequences, begin: int, end: int, work: t
     for lo in range(first, last, max(some.chunk, 1)):
         k, v = some.read(lo, min(lo + some.chunk, last))
         part = [
-            attend(q, k1, v1, offset - lo, p.left, p.right, p.softmax_scale, p.options.softcap)
+            attend(q, k1, v1, offset - lo, p.options)
             for q, k1, v1 in zip(queries, _keys(k, group), _keys(v, group), strict=True)
         ]
         results = part if results is None else [merge(a, b) for a, b in zip(results, part, strict=True)]
@@ -197,19 +198,29 @@ def _keys(x: Tensor, group: int) -> list[Tensor]:
     return [one.transpose(0, 1)[:, None].expand(-1, group, -1, -1) for one in x]
 
 
+def scores(products: Tensor, options: FmhaOptions) -> Tensor:
+    """Compute scores, in place, of products q . k that are multiplied by softmax_scale."""
+    if options.softcap is not None:
+        products.div_(options.softcap).tanh_().mul_(options.softcap)
+    return products
+
+
+def slope(scores: Tensor, options: FmhaOptions) -> Tensor | None:
+    """Return the derivative of `scores` by the products, from the scores; None: 1."""
+    return None if options.softcap is None else 1 - (scores / options.softcap).square_()
+
+
 def attend(
     q: Tensor,  # [A, G, T, D]
     k: Tensor,  # [A, G, S, D]
     v: Tensor,  # [A, G, S, D]
     offset: int,
-    left: int,
-    right: int,
-    scale: float,
-    softcap: float | None = None,
+    options: FmhaOptions,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention -> out [A, G, T, D], lse [A, G, T] fp32. Query i sees key j iff i+offset-left <= j <=
     i+offset+right.
     """
+    left, right, scale = options.window_left, options.window_right, options.softmax_scale
     t, s = q.shape[2], k.shape[2]
     begin = 0 if right < 0 else max(0, -offset - right)  # the first query that sees a key here
     end = t if left < 0 else min(t, s - offset + left)  # one past the last
@@ -218,14 +229,14 @@ def attend(
     if end - begin < t:
         out, lse = _nothing_visible(q)
         some = slice(begin, end)
-        out[:, :, some], lse[:, :, some] = attend(q[:, :, some], k, v, offset + begin, left, right, scale, softcap)
+        out[:, :, some], lse[:, :, some] = attend(q[:, :, some], k, v, offset + begin, options)
         return out, lse
     # Every query sees at least one key from here on; keys that none sees are dropped.
     first = 0 if left < 0 else max(0, offset - left)
     last = s if right < 0 else min(s, t + offset + right)
     k, v, offset, s = k[:, :, first:last], v[:, :, first:last], offset - first, last - first
-    if softcap is not None:
-        return _attend_capped(q, k, v, offset, left, right, scale, softcap)
+    if options.softcap is not None:
+        return _attend_in_blocks(q, k, v, offset, options)
     open_left = left < 0 or t - 1 + offset - left <= 0
     open_right = right < 0 or offset + right >= s - 1
     if open_left and open_right:
@@ -239,12 +250,12 @@ def attend(
         return triangle if corner == 0 else merge(_attend_all(q, k[:, :, :corner], v[:, :, :corner], scale), triangle)
     if t <= QUERY_BLOCK:
         halves = [(0, s // 2), (s // 2, s)]
-        a, b = (attend(q, k[:, :, lo:hi], v[:, :, lo:hi], offset - lo, left, right, scale) for lo, hi in halves)
+        a, b = (attend(q, k[:, :, lo:hi], v[:, :, lo:hi], offset - lo, options) for lo, hi in halves)
         return merge(a, b)
     out, lse = _nothing_visible(q)
     for i in range(0, t, QUERY_BLOCK):
         rows = slice(i, i + QUERY_BLOCK)
-        out[:, :, rows], lse[:, :, rows] = attend(q[:, :, rows], k, v, offset + i, left, right, scale)
+        out[:, :, rows], lse[:, :, rows] = attend(q[:, :, rows], k, v, offset + i, options)
     return out, lse
 
 
@@ -272,20 +283,21 @@ def _attend_all(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, 
     return reduce(merge, pieces)
 
 
-def _attend_capped(q, k, v, offset, left, right, scale, softcap) -> tuple[Tensor, Tensor]:
+def _attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, offset: int, options: FmhaOptions) -> tuple[Tensor, Tensor]:
     """Compute attention with a softcap, which the flash kernel lacks, by fp32 products of a block of scores at a
     time.
     """
     out, lse = _nothing_visible(q)
     out = out.float()
+    left, right = options.window_left, options.window_right
     heads = q.shape[0] * q.shape[1]
     block = max(QUERY_BLOCK, MASK_LIMIT // (QUERY_BLOCK * heads))  # keys
     for i in range(0, q.shape[2], QUERY_BLOCK):
         rows = slice(i, i + QUERY_BLOCK)
-        q1, found = q[:, :, rows].float() * (scale / softcap), (out[:, :, rows], lse[:, :, rows])
+        q1, found = q[:, :, rows].float() * options.softmax_scale, (out[:, :, rows], lse[:, :, rows])
         for j in range(0, k.shape[2], block):
             k1, v1 = (x[:, :, j : j + block].float() for x in (k, v))
-            s = (q1 @ k1.mT).tanh_().mul_(softcap)
+            s = scores(q1 @ k1.mT, options)
             s += _mask(s.shape[2], s.shape[3], offset + i - j, left, right, s.dtype, s.device)
             top = s.amax(-1, keepdim=True)
             top = torch.where(top == NEG_INF, 0, top)

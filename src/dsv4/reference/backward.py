@@ -8,7 +8,7 @@ With s_ij = scale q_i.k_j, L_i the LSE (sink excluded) and L'_i = log(e^L_i + e^
     dsink   = - sum_i e^(sink - L'_i) delta_i             over all queries of the head
     softcap:  s_ij = softcap tanh(scale q_i.k_j / softcap), and dS_ij is multiplied by 1 - (s_ij / softcap)^2
 
-They are not autograd through reference.py, which gives NaN for a row that sees nothing; tests compare the two where
+They are not autograd through forward.py, which gives NaN for a row that sees nothing; tests compare the two where
 both are defined. ``p_dtype`` rounds what a kernel of that dtype must round: O before delta, P and dS before their
 products. Such an oracle, its results rounded too, is the error that a kernel cannot avoid: tolerances come from it.
 """
@@ -56,7 +56,7 @@ def attend(
     dlse: Tensor | None,  # [Hq, T]
     compute: torch.dtype,
     p_dtype: torch.dtype | None = None,
-    **score,  # options of reference.scores and slope
+    **score,  # options of reference.scores and reference.slope
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Compute the gradients of one sequence: dq [Hq, T, D], dk and dv [Hkv, S, D], dsink [Hq]."""
     out, _ = reference.attend(q, k, v, mask, sink, scale, compute, p_dtype, **score)
@@ -78,18 +78,13 @@ def attend(
     ds = p * (over_groups(dout, v.mT) - delta[..., None])
     if dlse is not None:
         ds = ds + alone * torch.where(empty, 0, dlse.to(compute))[..., None]
-    ds = ds * slope(found, **score)  # unseen: 0 times a finite number
+    ds = ds * reference.slope(found, **score)  # unseen: 0 times a finite number
     ds, p = rounded(ds, p_dtype), rounded(p, p_dtype)
     dq = over_groups(ds, k) * scale
     ds, q, p, dout = (in_groups(x, k.shape[0]) for x in (ds, q, p, dout))
     dk, dv = ds.mT @ q * scale, p.mT @ dout
     dsink = None if sink is None else -(torch.where(empty, 0, (1 - keep) * delta)).sum(-1)
     return dq, dk, dv, dsink
-
-
-def slope(s: Tensor, softcap: float | None = None) -> Tensor | float:
-    """Return the derivative of reference.scores, by the scores."""
-    return 1 - (s / softcap) ** 2 if softcap else 1.0
 
 
 def fmha(

@@ -49,6 +49,11 @@ def scores(s: Tensor, softcap: float | None = None) -> Tensor:
     return softcap * torch.tanh(s / softcap) if softcap else s
 
 
+def slope(s: Tensor, softcap: float | None = None) -> Tensor | float:
+    """Return the derivative of `scores` by the scaled products, from the scores."""
+    return 1 - (s / softcap) ** 2 if softcap else 1.0
+
+
 def over_groups(x: Tensor, y: Tensor) -> Tensor:
     """Multiply x [Hq, T, A] by y [Hkv, A, B] -> [Hq, T, B]: query head h by KV head h // (Hq / Hkv)."""
     return (in_groups(x, y.shape[0]) @ y).reshape(*x.shape[:2], y.shape[2])

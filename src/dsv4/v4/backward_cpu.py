@@ -2,7 +2,7 @@
 
 The CPU backend; a GPU runs it too for problems without a kernel.
 
-The formulas are those of reference_backward.py. Extra memory is that of one block and, if a pool is not in fp32, the
+The formulas are those of reference/backward.py. Extra memory is that of one block and, if a pool is not in fp32, the
 sum of its gradient in fp32. Rows are added in the order of the lists, so every run gives the same bits.
 """
 
