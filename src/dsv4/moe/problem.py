@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dsv4.moe import formats
+from dsv4.moe.options import MoeOptions
 from dsv4.runtime import checks
 
 INTEGERS = (torch.int32, torch.int64)
@@ -38,17 +39,19 @@ class MoeProblem:
     w2_factors: Tensor | None
     shared_w13: Tensor | None  # [2 S, H]
     shared_w2: Tensor | None  # [H, S]
-    activations: str
-    limit: float
-    format: str
-    spread: int
-    deterministic: bool = False
-    layout: str = "sm90"
-    fused: bool = False
+    options: MoeOptions
     out: Tensor | None = None  # [T, H], of x's dtype; set before a backend sees the problem
     slots: Tensor | None = None  # [T, k, H]: weighted outputs of experts, or None when not wanted
     num_splits: int = 0  # from a plan; not used
     scratch: Tensor | None = None  # from a plan: flat fp32, for all workspace
+
+    activations = property(lambda self: self.options.activations)
+    limit = property(lambda self: self.options.limit)
+    format = property(lambda self: self.options.format)
+    spread = property(lambda self: self.options.spread)
+    deterministic = property(lambda self: self.options.deterministic)
+    layout = property(lambda self: self.options.layout)
+    fused = property(lambda self: self.options.fused)
 
     q = property(lambda self: self.x)  # a tensor on the device of the problem
     tokens = property(lambda self: self.x.shape[0])
@@ -86,26 +89,21 @@ def build(
     w2_factors=None,
     shared_w13=None,
     shared_w2=None,
-    activations="fp8_128",
-    limit=10.0,
-    format="mxfp4",
-    spread=0,
-    deterministic=False,
-    layout="sm90",
-    fused=False,
+    **fields,
 ) -> MoeProblem:
-    """Check the arguments of dsv4.moe and return them as a problem."""
+    """Check the arguments of dsv4.moe and return them as a problem. fields: of the options."""
+    options = MoeOptions(**fields)
     checks.tensor("x", x, ("T", "H"), checks.FLOATS)
     t, h = x.shape
     like = ("x", x)
-    if format == "bf16":
+    if options.format == "bf16":
         checks.tensor("experts[0]", w13, ("E", "2 I", h), (x.dtype,), like=like)
         e, i = w13.shape[0], w13.shape[1] // 2
         if w13.shape[1] % 2 or i == 0:
             checks.fail("experts[0]", f"shape {list(w13.shape)}", f"shape [E, 2 I, {h}]: gate above up")
         checks.tensor("experts[1]", w2, (e, h, i), (x.dtype,), like=like)
     else:
-        columns, each, dtype = formats.TILE_COLUMNS, 4 if format == "mxfp4" else 8, E8M0 if format == "mxfp4" else E4M3
+        columns, (each, dtype) = formats.TILE_COLUMNS, (4, E8M0) if options.format == "mxfp4" else (8, E4M3)
         checks.tensor("experts.w13", w13, ("E", "I / 128", "H / 128", 256, 64), (torch.uint8,), like=like)
         e, i = w13.shape[0], w13.shape[1] * columns
         if w13.shape[2] * columns != h:
@@ -132,28 +130,13 @@ def build(
             checks.fail("shared[0]", f"shape {list(shared_w13.shape)}", f"shape [2 S, {h}]: gate above up")
         checks.tensor("shared[1]", shared_w2, (h, shared_w13.shape[0] // 2), (x.dtype,), like=like)
     sizes = [h, i] if shared_w2 is None else [h, i, shared_w2.shape[1]]
-    group = formats.columns(activations, 1)
+    group = formats.columns(options.activations, 1)
     if any(size % group for size in sizes):
-        checks.fail("activations", f"{activations!r} with sizes {sizes}", f"multiples of {group}, or another recipe")
+        checks.fail(
+            "activations", f"{options.activations!r} with sizes {sizes}", f"multiples of {group}, or another recipe"
+        )
     return MoeProblem(
-        x,
-        w13,
-        w2,
-        ids,
-        weights,
-        w13_scales,
-        w2_scales,
-        w13_factors,
-        w2_factors,
-        shared_w13,
-        shared_w2,
-        activations,
-        limit,
-        format,
-        spread,
-        deterministic,
-        layout,
-        fused,
+        x, w13, w2, ids, weights, w13_scales, w2_scales, w13_factors, w2_factors, shared_w13, shared_w2, options
     )
 
 
