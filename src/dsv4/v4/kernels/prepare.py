@@ -4,7 +4,7 @@ A kernel gets, by name, the arguments made here that are among its parameters.
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -66,6 +66,16 @@ def is_packed(p: V4Problem) -> bool:
     return isinstance(p.window, PackedRows) or isinstance(p.compressed, PackedRows)
 
 
+class Division(NamedTuple):
+    """How the work is divided; `splits.py` explains alone and uneven_from."""
+
+    splits: int
+    steps_per_split: int = 0  # at least; 0: enough to use all splits
+    alone: int = 0
+    uneven_from: int = 0x7FFFFFFF
+    whole: int = 0  # queries whose work tiles have all rows
+
+
 def prepare_sparse(
     p: V4Problem,
     target: Target,
@@ -93,16 +103,10 @@ def prepare_sparse(
     ctas, persistent = options.get("num_ctas", 1), splits == 0
     head_tiles = -(-p.q_heads // (options.get("HEADS", 64) * ctas))
     tiles = p.batch * head_tiles
-    steps_per_split, alone, uneven_from, whole = 0, 0, 0x7FFFFFFF, 0
+    cut = Division(splits)
     if persistent:
-        splits, steps_per_split = _splits(p, target, tiles * ctas, step, many_rows)
-        if can_be_uneven and not p.deterministic and p.num_splits == 0:
-            splits, alone, uneven_from = uneven(tiles, target.num_sms, -(-p.max_seqlen_k // step), splits)
-            if can_be_whole and not is_partial(p):
-                # Steps of plain rows are short: merging, if nothing was merged before, takes one more.
-                more = 1 if splits == 1 and not is_packed(p) else 0
-                steps = -(-p.max_seqlen_k // step)
-                whole, splits = whole_first(p.batch, head_tiles, target.num_sms, steps, splits, more)
+        cut = _divided(p, target, head_tiles, ctas, step, can_be_uneven, can_be_whole, many_rows)
+    splits, whole = cut.splits, cut.whole
     split_queries = p.batch - whole
     # Deterministic: the combine kernel rounds the sink differently, and the width of the lists is not a property of a
     # query; so all queries go through the combine kernel.
@@ -156,11 +160,11 @@ def prepare_sparse(
             split_queries,
             p.q_heads,
             (whole + split_queries * splits) * head_tiles,
-            splits - (alone > 0),
-            steps_per_split,
+            splits - (cut.alone > 0),
+            cut.steps_per_split,
             *inverse_of(splits),
-            alone,
-            uneven_from,
+            cut.alone,
+            cut.uneven_from,
             whole or first,
         ),
         scale=scale,
@@ -205,14 +209,32 @@ def prepare_sparse(
         program.copy(p.out, out)
 
 
-def _splits(p: V4Problem, target: Target, tiles: int, step: int, many_rows: int) -> tuple[int, int]:
-    """Return (number of splits, least steps per split or 0 = enough to use all splits)."""
+def _divided(
+    p: V4Problem,
+    target: Target,
+    head_tiles: int,
+    ctas: int,
+    step: int,
+    can_be_uneven: bool,
+    can_be_whole: bool,
+    many_rows: int,
+) -> Division:
+    tiles, steps = p.batch * head_tiles, -(-p.max_seqlen_k // step)
     if p.deterministic:  # the result may depend on a query's own rows only
         splits, each = deterministic_cut(p.q_heads, p.max_seqlen_k)
-        return max(splits, 1), each // step
+        return Division(max(splits, 1), each // step)
     if p.num_splits > 0:
-        return p.num_splits, 0
-    return choose_splits(tiles, target.num_sms, p.max_seqlen_k, many_rows=many_rows), 0
+        return Division(p.num_splits)
+    splits = choose_splits(tiles * ctas, target.num_sms, p.max_seqlen_k, many_rows=many_rows)
+    if not can_be_uneven:
+        return Division(splits)
+    splits, alone, uneven_from = uneven(tiles, target.num_sms, steps, splits)
+    whole = 0
+    if can_be_whole and not is_partial(p):
+        # Steps of plain rows are short: merging, if nothing was merged before, takes one more.
+        more = 1 if splits == 1 and not is_packed(p) else 0
+        whole, splits = whole_first(p.batch, head_tiles, target.num_sms, steps, splits, more)
+    return Division(splits, 0, alone, uneven_from, whole)
 
 
 def pool_sizes(program: Program, pool: Any) -> PoolSizes:
