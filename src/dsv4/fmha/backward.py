@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from dsv4.fmha.options import FmhaOptions
 from dsv4.fmha.problem import FmhaProblem, bound
-from dsv4.runtime.calls import Operation, Shapes
+from dsv4.runtime import calls
+from dsv4.runtime.calls import Operation
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,11 +65,6 @@ def _build(q, k, v, sink, cu_seqlens_q, cu_seqlens_k, out, lse, dout, dlse, **fi
     return FmhaBackward(forward, dout, dlse)
 
 
-def _shapes(arguments: dict[str, Any]) -> Shapes:
-    given = (arguments[name] for name in DIFFERENTIABLE)
-    return [((0,), torch.float32) if x is None else (x.shape, x.dtype) for x in given]
-
-
 FMHA_BACKWARD = Operation(
     "fmha_backward",
     "fmha",
@@ -77,7 +72,7 @@ FMHA_BACKWARD = Operation(
     3,
     FmhaOptions,
     ("dq", "dk", "dv", "dsink"),
-    _shapes,
+    calls.like(DIFFERENTIABLE),
     _build,
     falls_back=True,
     backward=True,

@@ -28,6 +28,16 @@ MOST = 4096  # prepared calls kept; the oldest goes first
 Shapes = Sequence[tuple[Sequence[int], torch.dtype]]
 
 
+def like(names: Sequence[str]) -> Callable[[dict[str, Any]], Shapes]:
+    """Returns the `shapes` of gradients: those of the tensors of these names; size 0 for one that is None."""
+
+    def shapes(arguments: dict[str, Any]) -> Shapes:
+        given = (arguments[name] for name in names)
+        return [((0,), torch.float32) if x is None else (x.shape, x.dtype) for x in given]
+
+    return shapes
+
+
 @dataclass(frozen=True)
 class Operation:
     """Describes an operation to the runtime. Its problem has a field for each output."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from dsv4.caches import kv as caches
-from dsv4.runtime.calls import Operation, Shapes
+from dsv4.runtime import calls
+from dsv4.runtime.calls import Operation
 from dsv4.v4.options import V4Options
 from dsv4.v4.problem import V4Problem
 
@@ -66,11 +66,6 @@ def _build(
     return V4Backward(forward, dout, dlse, deterministic=deterministic)
 
 
-def _shapes(arguments: dict[str, Any]) -> Shapes:
-    given = (arguments[name] for name in DIFFERENTIABLE)
-    return [((0,), torch.float32) if x is None else (x.shape, x.dtype) for x in given]
-
-
 V4_BACKWARD = Operation(
     "v4_attention_backward",
     "v4",
@@ -78,7 +73,7 @@ V4_BACKWARD = Operation(
     2,
     V4Options,
     ("dq", "dwindow", "dcompressed", "dsink"),
-    _shapes,
+    calls.like(DIFFERENTIABLE),
     _build,
     falls_back=True,
     backward=True,
