@@ -365,7 +365,7 @@ JUDGED: dict[tuple[str, str, str], str] = {
     },
     ("77_blackwell_mla", "race", "sm100_fmha_mla_tma_warpspecialized.hpp:1702"): "real, the mistake of exhibit 30: row "
     "maxima are exchanged through one buffer, and no barrier lies between a read and the store of the next step. It "
-    "makes the result wrong here; one barrier behind line 1706 mends it",
+    "makes the result wrong here; one barrier behind line 1706 fixes it",
     (
         "77_blackwell_mla",
         "barrier-groups",
@@ -412,7 +412,7 @@ JUDGED: dict[tuple[str, str, str], str] = {
     ): "real, exhibit 37 of the museum: the loads of the next step go into the only "
     "buffer before `wait_num_outstanding` has waited for the product that reads it",
     ("64 heads", "race", "kernel.cuh:229 against kernel.cuh:309"): "real, exhibit 30 of the museum. "
-    "It makes the result wrong here; one barrier before line 309 mends both",
+    "It makes the result wrong here; one barrier before line 309 fixes both",
     ("mega MoE", "race", "ld_st.cuh:103 against sm100_bf16_mega_moe.cuh:236"): ADDRESS,
     ("mega MoE", "race", "ld_st.cuh:103 against sm100_fp8_fp4_mega_moe.cuh:279"): ADDRESS,
     ("mega MoE", "race", "sm100_bf16_mega_moe.cuh:569 against ld_st.cuh:165"): CLEARED,

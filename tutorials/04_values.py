@@ -75,7 +75,7 @@ def both_ways(q_desc, k_desc, v_desc, ts_ptr, ss_ptr, scale, D: gl.constexpr, PA
     if PACKED:
         p_tensor.store(p)
     else:
-        s.store(p.to(gl.float32))  # one number per column: not what the tensor core takes it for
+        s.store(p.to(gl.float32))  # one number per column, which the tensor core reads as two
     p_shared.store(p)
     fence_async_shared()  # ordinary stores -> tensor-core reads
     gl.barrier()

@@ -176,7 +176,7 @@ class Step:
                 value, logit = (_halves(s) for s in (value, logit))
             made = pooled(value, logit, part.kv_norm.weight, part.kv_norm.variance_epsilon, cos_sin, rows.rope)
             caches.write_rows(pool, rows.targets, made)
-            if kept is None:  # a token takes the place of one that no row to come is made of
+            if kept is None:  # a token replaces one that no later row is made of
                 for state, new in zip(states, (kv, gate)):
                     state.index_copy_(0, rows.places, new)
             else:

@@ -4,8 +4,8 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-# Imported with the package, so that torch.ops.dsv4 is complete; without torch only when a name is used, so that a
-# bare installation can still be looked at.
+# These modules are imported with the package, so that torch.ops.dsv4 is complete. Without torch, a name is imported
+# only when it is used, so that a bare installation can still be inspected.
 if TYPE_CHECKING or importlib.util.find_spec("torch") is not None:
     import torch
 

@@ -71,7 +71,7 @@ def _merged(outs: list[Tensor], lses: list[Tensor], sink: Tensor | None) -> tupl
     weights = (weights.transpose(2, 3) if first.ndim == 4 else weights)[..., None]  # [n, *out[:-1], 1]
     total = torch.zeros(first.shape, dtype=torch.float32, device=first.device)
     for weight, out in zip(weights, outs, strict=True):
-        # where, not a product: a partial without weight may hold NaN. Not in place, which torch.vmap refuses
+        # where, not a product: a partial result without weight may hold NaN. Not in place, which torch.vmap rejects
         total = total + torch.where(weight == 0, 0, weight * out.float())
     return total.to(first.dtype), lse
 

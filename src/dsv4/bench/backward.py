@@ -112,7 +112,9 @@ class BackwardContest:
 
 @dataclass(frozen=True)
 class V4BackwardCase:
-    """Every query sees `window` rows before it and `listed` of a quarter as many compressed ones, at random."""
+    """A case in which every query sees `window` rows before it and `listed` of a quarter as many compressed ones,
+    at random.
+    """
 
     queries: int
     heads: int

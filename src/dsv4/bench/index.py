@@ -25,7 +25,7 @@ from dsv4.compress import forward as compressor
 from dsv4.reference import rope_table
 
 HEADS, DIMS, PAGE = 64, 128, 64
-# Of the largest score: what the sum over 64 heads in bf16 can move a score by, and the products of e4m3 on Hopper's
+# Relative to the largest score: the error of a sum over 64 heads in bf16, and of the products of e4m3 on Hopper's
 # tensor cores, which keep 14 bits of a sum.
 ERROR = 1e-2
 SCORES_ALONE = "DeepGEMM, scores alone"
@@ -163,7 +163,7 @@ class IndexContest:
 
 @dataclass(frozen=True)
 class SmallCase:
-    """compress of a prompt or of the token that finishes a row; rows into FP8 pages."""
+    """A case of compress for a prompt or of the token that finishes a row; rows into FP8 pages."""
 
     name: str
     make: Callable[[], tuple[Callable[[], Any], Callable[[], Any]]]  # ours, torch's

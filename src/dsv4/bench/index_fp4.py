@@ -149,7 +149,7 @@ class Fp4Token(Fp4Case):
 
 
 class Fp4TokenContest(Fp4Contest):
-    """Its result is the list of the last consumer."""
+    """The contest of Fp4Token, whose result is the list of the last consumer."""
 
     def __init__(self, case: Fp4Case) -> None:
         super().__init__(case)

@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# name -> modules, the first that can be imported counts; distributions, for the version
+# name -> modules, of which the first that can be imported is used; distributions, for the version
 PEERS = {
     "FlashMLA": (("flash_mla", "sgl_flash_mla"), ("sgl-flash-mla", "flash-mla")),
     "DeepGEMM": (("deep_gemm",), ("sgl-deep-gemm", "deep-gemm")),
@@ -95,7 +95,7 @@ def _distribution(name: str) -> str | None:
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Calls:
-    """Calls with q [B, T, Hq, D] and k, v [B, S, Hkv, D], contiguous; each gives [B, T, Hq, D]."""
+    """Return calls with q [B, T, Hq, D] and k, v [B, S, Hkv, D], contiguous; each gives [B, T, Hq, D]."""
     (batch, queries, q_heads, d), kv_heads = q.shape, k.shape[2]
     qh, kh, vh = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, tokens, D]
     grouped = q_heads != kv_heads
@@ -195,7 +195,7 @@ def dense_backward(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) 
     ffpa = module("FFPA")
     if ffpa is not None and d > 256:
         for name in ("cutedsl", "triton"):
-            # The layout of its kernels, made beforehand: tokens first for CuTe, though the shape is heads first.
+            # Make the layout of the peer's kernels beforehand: tokens first for CuTe, though the shape is heads first.
             mine = [x if name == "cutedsl" else x.contiguous() for x in (*views, dout.transpose(1, 2))]
             yield (
                 f"FFPA {name}",
@@ -234,7 +234,9 @@ def first(x: Any) -> Tensor:
 
 
 class FlashMLA:
-    """Its two sparse calls, by its own name or that of the wheel, where Hopper's kernels are the `legacy` ones."""
+    """FlashMLA's two sparse calls, by its own name or that of the wheel, where Hopper's kernels are the `legacy`
+    ones.
+    """
 
     def __init__(self) -> None:
         self.module = module("FlashMLA")
@@ -298,7 +300,7 @@ class FlashMLA:
 
 
 class DeepGEMM:
-    """Index scores of FP8 keys."""
+    """DeepGEMM's index scores of FP8 keys."""
 
     def __init__(self) -> None:
         self.module = module("DeepGEMM")

@@ -155,7 +155,7 @@ def ceilings() -> dict[str, float]:
     """Measure a device copy (TB/s, bytes read + written) and a bf16 matrix product (TFLOP/s) on random data."""
     x = torch.randn(1 << 30, device="cuda", dtype=torch.bfloat16)
     y = torch.empty_like(x)
-    # A kernel: a plain copy_ would become a memcpy node of the graph, which is slower.
+    # A kernel copies: a plain copy_ would become a memcpy node of the graph, which is slower.
     copy = 2 * x.numel() * 2 / time_call(lambda: torch.neg(x, out=y), 10) / 1e6
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in "ab")
     c = torch.empty_like(a)

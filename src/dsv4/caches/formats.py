@@ -302,7 +302,7 @@ def interleaved(planar: RowFormat) -> RowFormat:
 
 
 PLAIN = PlainRows("plain", values=512, coded=0, code_bits=0, group=PANEL, scale_bytes=0, stride_unit=1)
-# Pages at multiples of 576 bytes: the tensor maps of the Blackwell kernels need that.
+# Pages begin at multiples of 576 bytes because the tensor maps of the Blackwell kernels need that.
 FP8_584 = Fp8Rows("fp8_584", values=512, coded=448, code_bits=8, group=64, scale_bytes=8, stride_unit=576)
 MXFP8_528 = Mxfp8Rows("mxfp8_528", values=512, coded=512, code_bits=8, group=32, scale_bytes=16, stride_unit=512)
 NVFP4_288 = Nvfp4Rows("nvfp4_288", values=512, coded=512, code_bits=4, group=16, scale_bytes=32, stride_unit=256)

@@ -78,7 +78,7 @@ class PackedRows:
     ) -> Self:
         """Allocate zeroed pages. Zero bytes read back as rows of zeros."""
         pages = checks.at_least(0, "pages", pages)
-        # First without pages: this checks the sizes, and gives the stride.
+        # Create the cache without pages first, which checks the sizes and gives the stride.
         stride = -1 if page_stride is None else page_stride
         nothing = torch.zeros(0, dtype=torch.uint8, device=checks.device("device", device))
         none = cls(nothing, rows_per_page, stride, cls._format(format).name)
@@ -237,7 +237,7 @@ def _apart(pages: Tensor, width: int) -> bool:
     return pages.shape[1] > 1 and pages.stride(1) != width
 
 
-# The operator of `write`: what a compiler sees of it, whose own code picks the rows that are kept by their values.
+# The operator that a compiler sees of `write`; its own code picks rows by their values, which cannot be traced.
 
 
 def _write_kernel(

@@ -17,10 +17,10 @@ from dsv4.v4 import problem as v4_problem
 from dsv4.v4.backward import V4Backward
 
 # Query heads of a KV head. On Hopper a TMA box holds those that go together, if they are a power of two: each has its
-# variant. Groups of 3 go together by copies, or each head alone, and their shares of dK and dV are summed.
+# variant. Groups of 3 are packed by copies, or each head alone, and their shares of dK and dV are summed.
 GROUPS = (1, 2, 3, 4, 8, 16)
 KV_HEADS = 132  # enough for every SM, so that all heads of a group go together
-# (tokens, sequences, causal): a dense batch, a varlen batch, one whose sequences are taken by length.
+# (tokens, sequences, causal): a dense batch, a varlen batch, one whose sequences are ordered by length.
 BATCHES = (256, 0, False), (256, 1, False), (1024, 2, True)
 # Above head dim 128 the heads of a group are not packed. Tiles of products are small where they are few.
 UNPACKED, FEW_OR_MANY = (1, 3), (1, 4 * KV_HEADS)

@@ -19,7 +19,7 @@ from rich.console import Console
 from dsv4_command import usage
 
 PACKAGE = Path(__file__).parents[1]
-# What is copied, with all that these import; the kernels and CPU paths are imported by name when they are needed.
+# Modules that are copied, with all that they import; kernels and CPU paths are imported by name when needed.
 ROOTS = ("__init__", "integrations.flash_attn", "integrations.flash_mla", "fmha.cpu", "v4.cpu", "index.cpu")
 DYNAMIC = ("kernels", "fmha/kernels", "v4/kernels", "index/kernels", "compress/kernels")
 TAKEN_FOR_GRANTED = {"torch", "triton"}

@@ -100,7 +100,7 @@ def kernels(
     rows, v4_rows = [], []
     for d, p_tmem in PATHS if "fmha" in operations else ():
         for how in ways:
-            # Pages are read by a warp of their own: the P path makes no difference to it, so one is enough.
+            # A separate warp reads pages, and the P path makes no difference to it, so one path is enough.
             if d in dims and (how == "rows" or p_tmem == (d < 512)):
                 line = variant_line(d, p_tmem, how)
                 console.print(line, soft_wrap=True, markup=False)

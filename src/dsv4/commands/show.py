@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dsv4.suites import Case, Result, Where, run_cases, run_parallel
 
-# Piped output has no width of its own: give tables room instead of cutting names at 80 columns.
+# Piped output has no width: give tables room instead of cutting names at 80 columns.
 WIDE = 120
 
 

@@ -42,7 +42,7 @@ ROWS = ("bf16", "fp8", "mixed")  # rows of V4 attention; mixed: FP8 in the windo
 # Formats of window and compressed rows; None is a tensor.
 POOLS = {"fp8": (Fp8Cache, Fp8Cache), "mixed": (Fp8Cache, None), "v4.1": (Mxfp8Cache, Nvfp4Cache)}
 NAMED = ("window only", "list", "table")  # how a call selects compressed rows
-# Many rows; one tile and two, which differ for e4m3; enough rows that CTAs loop; one row per head; split keys
+# Phases: many rows; one tile and two, which differ for e4m3; enough rows that CTAs loop; one row per head; split keys
 PHASES = ("prefill", "tile", "tiles", "large", "decode", "split")
 ROWS_OF = {"prefill": 768, "tile": 64, "tiles": 128, "large": 69632}
 
@@ -68,7 +68,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def read(cls, path: Path) -> Sizes:
-        """Reads the sizes from the config.json of a checkpoint."""
+        """Read the sizes from the config.json of a checkpoint."""
         names = dict(hidden="hidden_size", q_lora="q_lora_rank", streams="hc_mult", heads="num_attention_heads",
                      head_dim="head_dim", rope="qk_rope_head_dim", index_heads="index_n_heads",
                      index_dims="index_head_dim", topk="index_topk", experts="n_routed_experts",
@@ -86,12 +86,12 @@ class Sizes(NamedTuple):
         return cls(fp4_index_heads=config["index_n_heads"], **{mine: config[name] for mine, name in names.items()})
 
 
-# Everything, also pages that no TMA box fits, and many rows
+# Check everything, also pages that no TMA box fits, and many rows
 EVERYTHING = ((KINDS, Sizes()), (("paged", "index"), Sizes(page_size=1, index_rows=2**20)))
 
 
 def wanted(kinds: Iterable[str], dims: Iterable[int], dtypes: Iterable[str]) -> list[tuple]:
-    """Returns the parts of the work, each for one process, as (kind, which part)."""
+    """Return the parts of the work, each for one process, as (kind, which part)."""
     kinds, dims, dtypes = list(kinds), list(dims), list(dtypes)
     parts = of_fmha(kinds, dims, dtypes)
     if "e4m3" in kinds:
@@ -127,7 +127,7 @@ def of_fmha(kinds: Iterable[str], dims: list[int], dtypes: list[str]) -> list[tu
 
 
 def launches(part: tuple, sizes: Sizes, arch: str) -> list[Launch]:
-    """Returns the launches of one part of `wanted`."""
+    """Return the launches of one part of `wanted`."""
     from . import gradient_variants, moe_variants, v41_variants  # import Triton, which the command line must not
 
     kind, *rest = part
@@ -168,14 +168,14 @@ def launches(part: tuple, sizes: Sizes, arch: str) -> list[Launch]:
 
 
 def in_e4m3(p: Any) -> Any:
-    """Returns the problem with an FP8 cache and scales."""
+    """Return the problem with an FP8 cache and scales."""
     k = torch.empty(p.k.shape, dtype=torch.float8_e4m3fn, device=p.k.device)
     scales = [torch.empty(1, device=p.k.device) for _ in "kv"]
     return replace(p, k=k, v=k.view_as(k) if p.same_kv else torch.empty_like(k), k_scale=scales[0], v_scale=scales[1])
 
 
 def v4_problems(rows: str, named: str) -> Iterator[V4Problem]:
-    """Yields problems of V4 attention (with unset tensors) that need the variants of this description."""
+    """Yield problems of V4 attention (with unset tensors) that need the variants of this description."""
     for wide in (False, True):
         for splits in (1, 4, 8, 16, 128):  # a different variant merges each
             yield v4_small(rows, named, splits, wide=wide)
@@ -196,7 +196,7 @@ def v4_problems(rows: str, named: str) -> Iterator[V4Problem]:
 
 
 def v4_decode_problems(rows: str, named: str, wide: bool) -> Iterator[V4Problem]:
-    """Yields the cases that differ on Hopper: few work tiles of 16 heads, whole, and split so that each variant of the
+    """Yield the cases that differ on Hopper: few work tiles of 16 heads, whole, and split so that each variant of the
     combine kernel merges them; tiles of 32 heads with blocks of 64 and 128 rows; few heads of many queries; many tiles.
     Each is (queries, heads, splits, blocks of 64 rows)."""
     of_16 = ((1, 64, 1, 1), (1, 64, 1, 2), (1, 64, 4, 4), (1, 64, 8, 8), (1, 64, 16, 16), (1, 16, 64, 64))
@@ -213,7 +213,7 @@ def v4_decode_problems(rows: str, named: str, wide: bool) -> Iterator[V4Problem]
 
 @cache
 def unset_pages(count: int, cls: type) -> torch.Tensor:
-    """Allocates pages of 64 packed rows; each problem gets its own view of them."""
+    """Allocate pages of 64 packed rows; each problem gets its own view of them."""
     return torch.empty(count * cls.stride_for(64), dtype=torch.uint8)  # type: ignore[attr-defined]
 
 
@@ -227,7 +227,7 @@ def v4_small(
     width: int = 0,
     room: int = 64,
 ) -> V4Problem:
-    """Returns a small problem. rows: one of ROWS, `v4.1`, `fp16` (for q too), or `odd pages`, plain rows at uneven
+    """Return a small problem. rows: one of ROWS, `v4.1`, `fp16` (for q too), or `odd pages`, plain rows at uneven
     distances. wide: positions have 64 bits. width: of the window's list; with it there are at most 64 compressed rows.
     room: pages of the pools with it; 64 are too many to unpack first for few queries,
     600 for plain rows to stay in L2."""
@@ -256,7 +256,7 @@ def v4_small(
 
 
 def problems(head_dim: int, dtype: str, kind: str, phase: str, page_size: int = 64) -> Iterator[FmhaProblem]:
-    """Yields problems (with unset tensors) that need the variants of this description."""
+    """Yield problems (with unset tensors) that need the variants of this description."""
     options: dict[str, Any] = dict(dtype=DTYPES[dtype])
     if phase == "large" and (kind == "paged" or head_dim == 512):
         return  # no separate kernel
@@ -300,7 +300,7 @@ def problems(head_dim: int, dtype: str, kind: str, phase: str, page_size: int = 
 
 
 def index_problems(fp8: bool, each: int, sizes: Sizes) -> Iterator[IndexProblem]:
-    """Yields problems with `each` queries per request and keys in pages."""
+    """Yield problems with `each` queries per request and keys in pages."""
     pages = -(-sizes.index_rows // sizes.page_size)
     # Numbers of queries for which several CTAs, ever fewer, choose the rows of one (index_shares); one CTA each; many.
     counts_of_requests = sorted({max(n // each, 1) for n in (1, 4, 8, 16)} | {4 * dispatch.DEFAULT_NUM_SMS})
@@ -324,7 +324,7 @@ def index_problems(fp8: bool, each: int, sizes: Sizes) -> Iterator[IndexProblem]
 
 
 def compress_launches(sizes: Sizes, arch: str) -> list[Launch]:
-    """Returns the launches of dsv4.compress into rows, a pool and FP8 pages, also from an engine's states, and those
+    """Return the launches of dsv4.compress into rows, a pool and FP8 pages, also from an engine's states, and those
     that write rows and index keys into FP8 pages."""
     from dsv4.caches.kernels.pack import write_rows
     from dsv4.compress.kernels import pages
@@ -351,14 +351,14 @@ def compress_launches(sizes: Sizes, arch: str) -> list[Launch]:
 
 
 def _packed(d: int) -> Fp8Cache | IndexCache | None:
-    """Returns FP8 pages for rows of d values, or None."""
+    """Return FP8 pages for rows of d values, or None."""
     return Fp8Cache.empty(1, 64) if d == 512 else IndexCache.empty(1, 64) if d == 128 else None
 
 
 def _compress_problem(
     m: int, d: int, overlap: bool, rope: int, parameters: torch.dtype, pool: Any, numbers: torch.dtype
 ) -> compressor.CompressProblem:
-    """Returns a problem of one window. parameters: of bias and norm weight. rope 0: the caller rotates rows."""
+    """Return a problem of one window. parameters: of bias and norm weight. rope 0: the caller rotates rows."""
     width = d * (1 + overlap)
     kv = torch.empty(1, m, width, dtype=torch.bfloat16)
     bias, weight = torch.empty(m, width, dtype=parameters), torch.empty(d, dtype=parameters)
@@ -368,7 +368,7 @@ def _compress_problem(
 
 
 def model_launches(sizes: Sizes) -> list[Launch]:
-    """Returns the launches between the products of a layer (elementwise.py): norms, RoPE, rows into pages, streams."""
+    """Return the launches between the products of a layer (elementwise.py): norms, RoPE, rows into pages, streams."""
     from dsv4.caches.kernels.normed_rows import normed
     from dsv4.compress.kernels.rings import compress_rings
     from dsv4.kernels.hyper_connections import collapse, spread
@@ -425,7 +425,7 @@ def model_launches(sizes: Sizes) -> list[Launch]:
 
 
 def representative(launches: Iterable[Launch], most: int | None = None, every_size: bool = False) -> list[Launch]:
-    """Returns a few launches that together have every value of every compile-time constant and every type of every
+    """Return a few launches that together have every value of every compile-time constant and every type of every
     argument, not every combination. Launches that add most come first, at most `most` per kernel. Of sizes (head dims,
     keys of a tile) only the smallest and the largest count, unless every_size."""
     by_choices = {_choices(x): x for x in launches}
@@ -441,7 +441,7 @@ def representative(launches: Iterable[Launch], most: int | None = None, every_si
 
 
 def _choices(launch: Launch) -> frozenset[tuple]:
-    """Returns what a launch fixes at compile time, except the numbers of registers and warps, which no line of a kernel
+    """Return what a launch fixes at compile time, except the numbers of registers and warps, which no line of a kernel
     reads, and descriptors, which follow from pointers and sizes."""
     types = [(i, t) for i, t in enumerate(aot.argument_types(launch.arguments)) if not t.startswith("tensordesc")]
     constants = [x for x in launch.constants.items() if not x[0].endswith(("REGS", "reg", "warps"))]
@@ -449,7 +449,7 @@ def _choices(launch: Launch) -> frozenset[tuple]:
 
 
 def _sizes_between(choices: set[tuple]) -> set[tuple]:
-    """Returns the sizes between the smallest and the largest of a constant. A value of at most 8 is not a size."""
+    """Return the sizes between the smallest and the largest of a constant. A value of at most 8 is not a size."""
     sizes: dict[tuple, list[int]] = defaultdict(list)
     for kernel, name, value in choices:
         if isinstance(name, str) and type(value) is int and value > 8:

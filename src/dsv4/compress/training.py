@@ -33,7 +33,7 @@ def _forward(kv, gate, position_bias, norm_weight, cos_sin, eps, m, dtype, backe
     given = Parameters(position_bias, norm_weight, cos_sin, eps, dtype, m)
     with torch.no_grad():
         rows, state = forward.run(kv, gate, None, given, None, None, backend)
-    # as the fake kernel says, whatever the strides of kv
+    # as the fake kernel declares, whatever the strides of kv
     return rows.contiguous(), state.kv.contiguous(), state.gate.contiguous()
 
 

@@ -107,7 +107,7 @@ def ring(k: Tensor, v: Tensor, pieces: int, order: str, group: Any) -> Iterator[
     here = [k.contiguous()] if v is k else [k.contiguous(), v.contiguous()]
     for name, x in zip("kv", here):
         check_alike(name, x, group)
-    # Two sets of buffers in turn; not the first keys, which are the caller's and must not be written.
+    # Alternate between two sets of buffers; the first keys are the caller's and must not be overwritten.
     buffers = [[torch.empty_like(x) for x in here] for _ in range(min(size - 1, 2))]
     after, before = (global_rank(group, (rank + step) % size) for step in (1, -1))
     for step in range(size):

@@ -39,7 +39,7 @@ class Prefill(torch.autograd.Function):
     @torch.no_grad()
     def gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, sink, out, lse = ctx.saved_tensors
-        # A rank whose result was not used takes part all the same: its keys have gradients from the others.
+        # A rank whose result was not used takes part as well: its keys have gradients from the others.
         dout = torch.zeros_like(out) if dout is None else dout
         wanted = ctx.needs_input_grad
         queries = Queries(ctx.setting, q, sink, out, lse, dout, dlse, wanted[0])

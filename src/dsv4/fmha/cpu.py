@@ -55,7 +55,7 @@ def forward(p: FmhaProblem) -> None:
 
 def _forward(p: FmhaProblem) -> None:
     # an fp32 output of 16-bit inputs is a partial result, which is to be rounded once, after it is merged
-    # e4m3 times its scale fits no 16 bits
+    # e4m3 times its scale does not fit into 16 bits
     exact = p.k.dtype == p.q.dtype and p.out.dtype == p.q.dtype
     work = p.q.dtype if exact and native(p.q.dtype) else torch.float32
     if p.kind == "varlen":
@@ -270,7 +270,7 @@ def _attend_all(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, 
     if t == 1 and k.stride(1) == v.stride(1) == 0:  # one token, shared rows: the heads are the rows of one product
         out, lse = _attend_all(q.transpose(1, 2), k[:, :1], v[:, :1], scale)
         return out.transpose(1, 2), lse.transpose(1, 2)
-    # One product alone: parts of the keys become a batch, so that every thread has one.
+    # With a single product, parts of the keys become a batch, so that every thread has one.
     splits = min(torch.get_num_threads() // -(-t // FLASH_ROWS), k.shape[2] // SPLIT_KEYS) if a * g == 1 else 1
     if splits < 2:
         return _call_flash(q, k, v, scale)
@@ -344,6 +344,6 @@ def merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, T
     top = torch.where(top == NEG_INF, 0, top)  # both empty: the weights are exp(-inf) = 0
     weights = [(part - top).exp() for _, part in (a, b)]
     total = weights[0] + weights[1]
-    # Not relative to the merged LSE, in which a large LSE leaves no room for log 2.
+    # The weights are not relative to the merged LSE, in which a large LSE leaves no room for log 2.
     shares = [(x / torch.where(total == 0, 1, total))[..., None] for x in weights]
     return a[0] * shares[0] + b[0] * shares[1], top + total.log()

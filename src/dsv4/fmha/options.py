@@ -32,7 +32,7 @@ class VarlenKeywords(FmhaKeywords, total=False):
     max_seqlen_k: int | None
 
 
-# Of these, in the words of the docstrings.
+# The part of the docstrings about these arguments.
 DOCS = """
         causal, window: see above; both count from the bottom right corner.
         softcap: scores are softcap * tanh(softmax_scale * (q . k) / softcap), before masks and sink (Gemma 2); None and

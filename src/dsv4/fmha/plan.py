@@ -14,7 +14,7 @@ WHOLE = 128  # keys: a multiple of every kernel's tile
 
 def splits_of(c: Capacities, num_sms: int) -> int:
     rows = c.max_seqlen_q * (c.q_heads // c.kv_heads)
-    # As the kernels have it without a plan: two warpgroups share a tile of keys, where there are rows for both; two
+    # The same as in kernels without a plan: two warpgroups share a tile of keys, where there are rows for both; two
     # tiles of 64 rows share a multiprocessor.
     large = rows > ROWS_PER_TILE and 64 < c.head_dim < 512
     of_tile = 2 * ROWS_PER_TILE if large else ROWS_PER_TILE

@@ -157,7 +157,7 @@ def _scale(name: str, x: Any, q: Tensor, k: Tensor) -> Tensor | None:
     return checks.tensor(name, x, tuple(x.shape), (torch.float32,), like=("q", q), unit_last=False)
 
 
-# The builders take an FmhaOptions, or its fields by name, with the window as a pair.
+# The builders accept an FmhaOptions, or its fields by name, with the window as a pair.
 
 
 def dense(
@@ -242,7 +242,7 @@ def bound(name: str, x: Any, total: int) -> int:
 
 
 def check_values(p: FmhaProblem) -> None:
-    """Reads values: lengths, page numbers, cu_seqlens and scales are what they must be."""
+    """Check values: lengths, page numbers, cu_seqlens and scales."""
     for name, scale in (("k_scale", p.k_scale), ("v_scale", p.v_scale)):
         if scale is not None and not bool(((scale > 0) & scale.isfinite()).all()):
             checks.fail(name, f"values from {scale.min().item()} to {scale.max().item()}", "finite numbers > 0")

@@ -61,7 +61,7 @@ def _forward(p: IndexProblem) -> None:
                     total = torch.bmm(w[:, None], per_head)[:, 0]  # [t', M]
                 total = total * (p.scale if key_scales is None else key_scales * p.scale)
             hidden = torch.arange(m, device=p.q.device) >= limit[:, None]
-            # NaN, from a query without meaning, would break the counting below.
+            # NaN, from an undefined query, would break the counting below.
             total = total.masked_fill_(hidden | total.isnan(), float("-inf"))
             if p.blocks is not None:
                 kept = kept_blocks(total, limit, p.topk_blocks)

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from dsv4.runtime import checks, gradients
 
-# fp32 words of the gathered rows and scores of one block of queries: what a cache holds; what hides the launches.
+# fp32 words of the gathered rows and scores of one block of queries: on a CPU what a cache holds, on a GPU enough to
+# hide launches
 BLOCK_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
 
 
@@ -135,7 +136,7 @@ def _gradients(ctx: Any, dloss: Tensor, _: Any) -> tuple:
 
 
 def _backward(dloss, q, k, weights, indices, dscore, scale):
-    dq, dweights = (x.new_zeros(x.shape) for x in (q, weights))  # contiguous, as the fake kernel says
+    dq, dweights = (x.new_zeros(x.shape) for x in (q, weights))  # contiguous, as the fake kernel declares
     dk = torch.zeros(k.shape, dtype=torch.float32, device=k.device)
     for some in _blocks(q, k, indices, q):
         number, _, keys = _keys(k, indices[some])

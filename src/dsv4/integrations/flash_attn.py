@@ -37,8 +37,8 @@ from dsv4.integrations.naming import named
 from dsv4.runtime import checks
 from dsv4.runtime.checks import Backend
 
-# A tensor, or a tuple where the lse is asked for. flash-attn has no types: programs written for it use the result as
-# what they asked for, and a type checker must accept them.
+# A tensor, or a tuple with the lse. flash-attn has no types: programs written for it use the result as
+# what they requested, and a type checker must accept them.
 Result = Any
 
 

@@ -40,7 +40,7 @@ from dsv4.runtime.checks import Backend
 from dsv4.v4.api import v4_attention
 
 FP8_DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
-# of arguments, here and in dsv4.v4_attention
+# names of arguments, here and in dsv4.v4_attention
 NAMES = {
     "window_indices": "indices",
     "window_lengths": "topk_length",
@@ -49,7 +49,7 @@ NAMES = {
     "compressed_lengths": "extra_topk_length",
     "sink": "attn_sink",
 }
-# by the bytes of a row: a cache, its rows, and its interleaved rows
+# by bytes of a row: the class of a cache, its rows, and its interleaved rows
 CACHES: dict[int, tuple[Any, Any, Any]] = {
     FP8_584.row_bytes: (Fp8Cache, FP8_584, None),
     MXFP8_528.row_bytes: (Mxfp8Cache, MXFP8_528, MXFP8_528_INTERLEAVED),

@@ -114,7 +114,7 @@ def reason(
 
 
 def _autocast(*tensors: Any) -> tuple[Any, ...]:
-    """Casts to the dtype of torch.autocast, as torch does for its own function."""
+    """Cast to the dtype of torch.autocast, as torch does for its own function."""
     kind = tensors[0].device.type if checks.is_tensor(tensors[0]) else ""
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
         return tensors

@@ -71,8 +71,8 @@ def register(name: str = NAME, *, backend: Backend = "auto") -> None:
 
 
 def note_layers() -> None:
-    """Wrap the forward of three classes: what the attention function must know is noted, and a cache of dsv4's own may
-    bring a layer along. Twice is once."""
+    """Wrap the forward of three classes: they record what the attention function needs, and a cache of dsv4's own may
+    bring a layer along. A second call does nothing."""
     try:
         from transformers.models.deepseek_v4 import modeling_deepseek_v4 as model
     except ImportError as missing:
@@ -203,7 +203,7 @@ def _layer_forward(original: Callable) -> Callable:
 
 def _attention_forward(original: Callable) -> Callable:
     def forward(self, hidden_states, position_embeddings, position_ids, *args, **kwargs):
-        # A cache of dsv4's own (paged_model.py) brings the whole layer along.
+        # A cache of dsv4's own (paged_model.py) replaces the whole layer.
         whole = getattr(kwargs.get("past_key_values"), "dsv4_attention", None)
         if whole is not None:
             return whole(self, hidden_states), None

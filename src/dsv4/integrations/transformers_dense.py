@@ -27,7 +27,7 @@ from dsv4.runtime import checks
 from dsv4.runtime.checks import Backend
 
 NAME = "dsv4_dense"
-ASKED = 4096  # queries that the model's rule is asked about; of more, a sample at equal distances
+ASKED = 4096  # queries for which the model's rule is evaluated; of more, a sample at equal distances
 WITNESSES = 4  # keys of each, besides those at the ends of what it sees
 
 
@@ -80,7 +80,8 @@ def visible(
         if not bool((~padding).any()):
             padding = None
         elif local_size is not None and bool((_runs(padding) > 1).any()):
-            # Taken apart, tokens move together, and a window that counts tokens would reach farther than it should.
+            # If padding is removed, tokens become neighbours, and a window that counts tokens would reach farther than
+            # it should.
             checks.fail("attention_mask", "padding between tokens, with a sliding window", "padding at one end")
     return Visible((-1 if local_size is None else local_size - 1, 0), padding)
 

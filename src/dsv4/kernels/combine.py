@@ -129,7 +129,8 @@ def combine(
         there = (split < sizes.num_splits) & belongs
         part = split.to(gl.int64) * sizes.total_rows + row
         lse = gl.load(tensors.part_lse_ptr + part, mask=there, other=-float("inf"))
-        # Read before the LSE is known, so the two do not wait for each other; what no split wrote is dropped here.
+        # These are read before the LSE is known, so that neither load waits for the other; what no split wrote is
+        # dropped here.
         o = gl.load(tensors.part_ptr + part[:, None] * D + column[None, :], mask=there[:, None], other=0.0)
         o = gl.where((lse == -float("inf"))[:, None], 0.0, o)
         m_new = gl.maximum(m, lse)
@@ -165,7 +166,8 @@ def combine_fp16(tensors, sizes, strides, D: gl.constexpr, SPLITS: gl.constexpr,
     lse = gl.load(tensors.part_lse_ptr + part * 4, mask=there, other=-float("inf"))
     factor = gl.load(tensors.part_lse_ptr + part * 4 + 1 + half, mask=there, other=0.0)
     values_ptr = tensors.part_ptr.to(gl.pointer_type(gl.float16), bitcast=True)
-    # Read before the LSE is known, so the two do not wait for each other; what no split wrote is dropped here.
+    # These are read before the LSE is known, so that neither load waits for the other; what no split wrote is dropped
+    # here.
     o = gl.load(values_ptr + part[:, None] * D + column[None, :], mask=there[:, None], other=0.0).to(gl.float32)
     written = lse != -float("inf")
     top = gl.max(lse, 0)
@@ -207,7 +209,8 @@ def combine_rows_fp16(tensors, sizes, strides, D: gl.constexpr, SPLITS: gl.const
     lse = gl.load(tensors.part_lse_ptr + part * 4, mask=there, other=-float("inf"))
     factor = gl.load(tensors.part_lse_ptr + part * 4 + 1 + half, mask=there, other=0.0)
     values_ptr = tensors.part_ptr.to(gl.pointer_type(gl.float16), bitcast=True)
-    # Read before the LSE is known, so the two do not wait for each other; what no split wrote is dropped here.
+    # These are read before the LSE is known, so that neither load waits for the other; what no split wrote is dropped
+    # here.
     o = gl.load(values_ptr + part[:, :, None] * D + column[None, None, :], mask=there[:, :, None], other=0.0)
     token = safe_row // sizes.q_heads
     head = safe_row - token * sizes.q_heads

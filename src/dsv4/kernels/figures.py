@@ -25,7 +25,7 @@ LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?);")
 
 @dataclass(frozen=True)
 class Figures:
-    """registers: at launch; setmaxnreg: those of the partitions afterwards, as the PTX asks."""
+    """The figures of a kernel. registers: at launch; setmaxnreg: those that the PTX requests for partitions."""
 
     registers: int
     setmaxnreg: tuple[int, ...]

@@ -36,7 +36,7 @@ class Form(NamedTuple):
     shares: int
 
 
-# The fastest of 24 on an H200 with 4 streams of 4096, for up to so many tokens.
+# The fastest of 24 forms on an H200 with 4 streams of 4096, for up to so many tokens.
 FORMS = (64, Form(16, 64, 128)), (256, Form(64, 64, 64)), (1 << 62, Form(64, 32, 16))
 
 

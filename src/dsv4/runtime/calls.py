@@ -68,18 +68,18 @@ class Operation:
 
     @property
     def second(self) -> str:
-        """Returns the name of the optional output of a forward operation."""
+        """Return the name of the optional output of a forward operation."""
         return self.outputs[1]
 
     def named(self, tensors: Sequence[Any], options: Any) -> dict[str, Any]:
-        """Returns all arguments by name."""
+        """Return all arguments by name."""
         found = dict(zip(self.tensors, tensors, strict=True)) | options._asdict()
         for name in self.without:
             del found[name]
         return found
 
     def empty(self, arguments: dict[str, Any], wanted: Sequence[bool], out: Tensor | None = None) -> list[Tensor]:
-        """Allocates the outputs; an output that is not wanted has size 0."""
+        """Allocate the outputs; an output that is not wanted has size 0."""
         device = arguments[self.tensors[0]].device
         made = [
             torch.empty(shape if want else (0,), dtype=dtype, device=device)
@@ -111,12 +111,12 @@ _calls: dict[tuple, Any] = {}
 
 
 def forget() -> None:
-    """Empties the cache, for tests that change a constant."""
+    """Empty the cache, for tests that change a constant."""
     _calls.clear()
 
 
 def run(op: Operation, given: Given, backend: str) -> list[Tensor | None]:
-    """Returns the outputs, None for each that is not wanted."""
+    """Return the outputs, None for each that is not wanted."""
     device = given.tensors[0].device
     found = dispatch.resolve(backend, device)
     if found == "cpu":
@@ -133,7 +133,7 @@ def run(op: Operation, given: Given, backend: str) -> list[Tensor | None]:
 
 
 def run_on(op: Operation, given: Given, backend: str, target: Target, device: torch.device) -> list[Tensor | None]:
-    """Does the same on a target that is already active."""
+    """Do the same on a target that is already active."""
     problem = None
     if op.check_values is not None and checks.values_checked(given.tensors[0]):
         given = _distinct(given)
@@ -161,7 +161,7 @@ def run_on(op: Operation, given: Given, backend: str, target: Target, device: to
 
 
 def launch(one: Launch) -> None:
-    """Launches one kernel on the current device, with tensors and numbers. Its outputs are among the tensors."""
+    """Launch one kernel on the current device, with tensors and numbers. Its outputs are among the tensors."""
     known: list[Any] = []
     memory: list[Any] = []
     addresses: list[int] = []
@@ -198,7 +198,7 @@ def _kept(key: tuple, prepared: Any) -> Any:
 
 
 def _layouts(tensors: Sequence[Any]) -> tuple[list[tuple | None], list[int]]:
-    """Returns (what the key holds of each tensor, its address or 0)."""
+    """Return (what the key holds of each tensor, its address or 0)."""
     addresses = [0 if x is None else x.data_ptr() for x in tensors]
     return [
         None if x is None else (x.shape, x.stride(), x.dtype, x.device, address & 15)
@@ -212,7 +212,7 @@ def _same(a: Tensor, b: Tensor | None) -> bool:
 
 
 def _problem(op: Operation, given: Given) -> Any:
-    """Returns the validated problem, with the buffers that the caller provides for its results."""
+    """Return the validated problem, with the buffers that the caller provides for its results."""
     problem = op.build(**op.named(given.tensors, given.options))
     checked_outputs(op, given, problem)
     changes: dict[str, Any] = {}
@@ -226,7 +226,7 @@ def _problem(op: Operation, given: Given) -> Any:
 
 
 def checked_outputs(op: Operation, given: Given, problem: Any) -> None:
-    """Raises ValueError unless the provided outputs and the plan's memory fit the problem. Reads no values."""
+    """Raise ValueError unless the provided outputs and the plan's memory fit the problem. Reads no values."""
     shapes = op.shapes(op.named(given.tensors, given.options))
     for name, x, (shape, dtype) in zip(op.outputs, given.outputs, shapes):
         if x is not None:
@@ -242,7 +242,7 @@ def checked_outputs(op: Operation, given: Given, problem: Any) -> None:
 
 
 def _outputs_of(op: Operation, given: Given) -> tuple[list[tuple[int, int, Layout]], list[int] | None]:
-    """Returns (the outputs that a call allocates, the bytes of each tensor), as `Call` holds them."""
+    """Return (the outputs that a call allocates, the bytes of each tensor), as `Call` holds them."""
     allocated = []
     for n, (shape, dtype) in enumerate(op.shapes(op.named(given.tensors, given.options))):
         if given.wanted[n] and given.outputs[n] is None:
@@ -257,7 +257,7 @@ def _outputs_of(op: Operation, given: Given) -> tuple[list[tuple[int, int, Layou
 def _allocated(
     op: Operation, call: Call, given: Given, addresses: list[int], device: torch.device
 ) -> list[Tensor | None]:
-    """Returns all outputs and adds their addresses. Checks that provided ones share no memory with an input or with
+    """Return all outputs and adds their addresses. Checks that provided ones share no memory with an input or with
     each other."""
     outputs, first = list(given.outputs), len(given.tensors)
     if call.spans is not None:
@@ -304,7 +304,7 @@ def _prepare(op: Operation, given: Given, problem: Any, backend: str, target: Ta
 
 
 def _distinct(given: Given) -> Given:
-    """Makes a separate object of every tensor. A problem distinguishes its tensors by identity, and the key does not
+    """Make a separate object of every tensor. A problem distinguishes its tensors by identity, and the key does not
     record which arguments are the same tensor."""
     seen: set[int] = set()
     tensors = []
@@ -317,7 +317,7 @@ def _distinct(given: Given) -> Given:
 
 
 def launches_of(problem: Any, target: Target, **options: Any) -> list[Launch]:
-    """Returns the launches of a problem that has its outputs, without compiling or running. options: of `prepare`."""
+    """Return the launches of a problem that has its outputs, without compiling or running. options: of `prepare`."""
     program = Program(tensors_of(problem), problem.q.device)
     module = dispatch.kernel_module(problem.operation, target.capability, problem.backward)
     module.prepare(program.slots_of(problem), target, program, **options)
@@ -325,7 +325,7 @@ def launches_of(problem: Any, target: Target, **options: Any) -> list[Launch]:
 
 
 def workspace_of(problem: Any, target: Target) -> int:
-    """Returns the bytes of workspace that the launches of a problem with outputs need."""
+    """Return the bytes of workspace that the launches of a problem with outputs need."""
     program = Program(tensors_of(problem), problem.q.device)
     dispatch.kernel_module(problem.operation, target.capability, problem.backward).prepare(
         program.slots_of(problem), target, program
@@ -334,7 +334,7 @@ def workspace_of(problem: Any, target: Target) -> int:
 
 
 def program_of(problem: Any, target: Target, tensors: dict[str, Tensor | None], device: torch.device) -> Program:
-    """Returns the steps of a problem whose tensors are among those given, without compiling or running."""
+    """Return the steps of a problem whose tensors are among those given, without compiling or running."""
     program = Program(tensors, device)
     slots = program.slots_of(problem)
     if slots.no_keys():
@@ -347,7 +347,7 @@ def program_of(problem: Any, target: Target, tensors: dict[str, Tensor | None], 
 
 
 def _in_torch(op: Operation, problem: Any, outputs: list[Tensor | None]) -> list[Tensor | None]:
-    """Runs the CPU backend; a GPU uses it too, for problems without a kernel."""
+    """Run the CPU backend; a GPU uses it too, for problems without a kernel."""
     problem = replace(problem, **dict(zip(op.outputs, outputs)))
     if problem.no_keys():
         for name, empty in problem.empty_outputs.items():

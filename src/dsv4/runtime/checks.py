@@ -34,7 +34,7 @@ def fail(argument: str, got: Any, accepted: str) -> NoReturn:
 
 
 def describe(x: Any) -> str:
-    """Describes a value in words, for an error text."""
+    """Describe a value in words, for an error text."""
     if isinstance(x, Tensor) and x.is_nested:
         return "a nested tensor"
     if isinstance(x, Tensor):
@@ -61,7 +61,7 @@ def tensor(
     like: tuple[str, Tensor] | None = None,
     unit_last: bool = True,
 ) -> Tensor:
-    """Checks that x is a tensor of this shape, dtype and device. A str in the shape names a size that is free.
+    """Check that x is a tensor of this shape, dtype and device. A str in the shape names a size that is free.
 
     like = (name, tensor) requires the device of that tensor. unit_last requires stride 1 in the last dimension; all
     other strides are accepted.
@@ -87,7 +87,7 @@ def _in_brackets(shape: Sequence[int | str]) -> str:
 
 
 def int32(name: str, x: Any, shape: Sequence[int | str], like: tuple[str, Tensor]) -> Tensor:
-    """Checks an int32 tensor (lengths, indices, block tables) on the device of ``like``."""
+    """Check an int32 tensor (lengths, indices, block tables) on the device of ``like``."""
     return tensor(name, x, shape, (torch.int32,), like=like)
 
 
@@ -105,17 +105,17 @@ def head_ratio(hq: int, hkv: int, name: str = "q") -> None:
 
 
 def sink(x: Any, heads: int, like: tuple[str, Tensor]) -> Tensor | None:
-    """Checks a sink: None, or one fp32 logit per query head."""
+    """Check a sink: None, or one fp32 logit per query head."""
     return None if x is None else tensor("sink", x, (heads,), (torch.float32,), like=like)
 
 
 def number(name: str, x: Any, accepted: str = "a finite number") -> float:
-    """Returns a finite number as a float."""
+    """Return a finite number as a float."""
     return finite(name, real(name, x, accepted), accepted)
 
 
 def real(name: str, x: Any, accepted: str) -> float:
-    """Returns a number as a float; an int that no float can hold becomes infinite."""
+    """Return a number as a float; an int that no float can hold becomes infinite."""
     if isinstance(x, bool) or not isinstance(x, (int, float, numbers.Real)):
         fail(name, describe(x), accepted)
     try:
@@ -137,12 +137,12 @@ SCALE = "None or a finite number"
 
 
 def scale(x: Any) -> float | None:
-    """Returns a softmax scale, None or a number, as a float. softmax_scale() checks that it is finite."""
+    """Return a softmax scale, None or a number, as a float. softmax_scale() checks that it is finite."""
     return None if x is None else real("softmax_scale", x, SCALE)
 
 
 def softmax_scale(x: float | None, d: int) -> float:
-    """Returns the softmax scale; the default (None) is head dim ** -0.5."""
+    """Return the softmax scale; the default (None) is head dim ** -0.5."""
     return d**-0.5 if x is None else finite("softmax_scale", x, SCALE)
 
 
@@ -166,13 +166,13 @@ WINDOW = "(left, right), two ints >= 0 or -1 for no bound"
 
 
 def window(x: Any, causal: bool = False) -> tuple[int, int]:
-    """Returns (left, right), in which causal sets right to 0 and -1 means no bound."""
+    """Return (left, right), in which causal sets right to 0 and -1 means no bound."""
     left, right = window_bounds(*two_ints(x))
     return left, 0 if causal else right
 
 
 def two_ints(x: Any) -> tuple[int, int]:
-    """Returns a window as two ints, for an operator; window_bounds checks their values."""
+    """Return a window as two ints, for an operator; window_bounds checks their values."""
     if not isinstance(x, (tuple, list)) or len(x) != 2:
         fail("window", describe(x), WINDOW)
     left, right = whole(x[0]), whole(x[1])
@@ -182,7 +182,7 @@ def two_ints(x: Any) -> tuple[int, int]:
 
 
 def window_bounds(left: int, right: int) -> tuple[int, int]:
-    """Checks that both are >= 0, or -1 for no bound. A bound longer than any sequence becomes -1."""
+    """Check that both are >= 0, or -1 for no bound. A bound longer than any sequence becomes -1."""
     if left < -1 or right < -1:
         fail("window", describe((left, right)), WINDOW)
     return -1 if left > NO_BOUND else left, -1 if right > NO_BOUND else right
@@ -192,7 +192,7 @@ BOUND = "None or an int >= 0"
 
 
 def bound(name: str, x: Any) -> int | None:
-    """Returns a bound on a length, None or an int. A bound longer than any sequence becomes None; the problem rejects a
+    """Return a bound on a length, None or an int. A bound longer than any sequence becomes None; the problem rejects a
     negative one."""
     number = whole(x)
     if x is not None and (number is None or number < -NO_BOUND):
@@ -201,7 +201,7 @@ def bound(name: str, x: Any) -> int | None:
 
 
 def at_least(low: int, name: str, x: Any, accepted: str = "") -> int:
-    """Returns an int that is at least low."""
+    """Return an int that is at least low."""
     number = whole(x)
     if number is None or number < low:
         fail(name, describe(x), accepted or f"an int >= {low}")
@@ -211,7 +211,7 @@ def at_least(low: int, name: str, x: Any, accepted: str = "") -> int:
 
 
 def whole(x: Any) -> Any:
-    """Returns x as an int (NumPy's integers and torch.compile's symbolic ones too), or None if it is not an int."""
+    """Return x as an int (NumPy's integers and torch.compile's symbolic ones too), or None if it is not an int."""
     if isinstance(x, bool):
         return None
     if isinstance(x, (int, torch.SymInt)):
@@ -241,7 +241,7 @@ def derivatives() -> bool:
 
 
 def forward_only(**tensors: Tensor | None) -> None:
-    """Rejects an input that requires a derivative, for an operation without one."""
+    """Reject an input that requires a derivative, for an operation without one."""
     if not derivatives():
         return
     if torch.is_grad_enabled():
@@ -253,7 +253,7 @@ def forward_only(**tensors: Tensor | None) -> None:
 
 
 def no_tangents(**tensors: Tensor | None) -> None:
-    """Rejects forward-mode derivatives, which dsv4 does not have and torch would silently drop."""
+    """Reject forward-mode derivatives, which dsv4 does not have and torch would silently drop."""
     if forward_ad._current_level < 0 or torch.compiler.is_compiling():
         return
     for name, x in tensors.items():
@@ -262,7 +262,7 @@ def no_tangents(**tensors: Tensor | None) -> None:
 
 
 def output(name: str, x: Any, shape: Sequence[int], dtype: torch.dtype, inputs: dict[str, Tensor]) -> Tensor:
-    """Checks that x can be written: it has this shape and dtype, the device of the first input, and its elements do not
+    """Check that x can be written: it has this shape and dtype, the device of the first input, and its elements do not
     overlap. Whether it overlaps an input is for `apart`, or the runtime (calls.py)."""
     like = next(iter(inputs.items()))
     tensor(name, x, tuple(shape), (dtype,), like=like, unit_last=is_tensor(x) and x.ndim > 0)
@@ -270,7 +270,7 @@ def output(name: str, x: Any, shape: Sequence[int], dtype: torch.dtype, inputs: 
 
 
 def writable(name: str, x: Tensor) -> Tensor:
-    """Checks that torch and the kernels can write x, element by element."""
+    """Check that torch and the kernels can write x, element by element."""
     holds_its_values(name, x)
     inference = not torch.compiler.is_compiling() and x.is_inference()  # the compiler cannot trace is_inference
     if inference and not x.is_cuda and not torch.is_inference_mode_enabled():
@@ -281,13 +281,13 @@ def writable(name: str, x: Tensor) -> Tensor:
 
 
 def holds_its_values(name: str, x: Tensor) -> None:
-    """Rejects a lazy view (negated or conjugated) as an output: the dispatcher cannot resolve it."""
+    """Reject a lazy view (negated or conjugated) as an output: the dispatcher cannot resolve it."""
     if not torch.compiler.is_compiling() and (x.is_neg() or x.is_conj()):  # the compiler cannot trace these two
         fail(name, "a lazily negated or conjugated view", "a tensor that holds its own values")
 
 
 def apart(name: str, x: Tensor, inputs: dict[str, Tensor | None]) -> None:
-    """Checks that an output shares no memory with an input."""
+    """Check that an output shares no memory with an input."""
     if torch.compiler.is_compiling() or isinstance(x, FakeTensor) or x.is_meta:
         return
     begin, end = x.data_ptr(), x.data_ptr() + span(x)
@@ -309,7 +309,7 @@ def _overlaps_itself(x: Tensor) -> bool:
 
 
 def span(x: Tensor) -> int:
-    """Returns the bytes from the address of a tensor to the end of its last element."""
+    """Return the bytes from the address of a tensor to the end of its last element."""
     if x.numel() == 0:
         return 0
     return (sum((size - 1) * stride for size, stride in zip(x.shape, x.stride())) + 1) * x.element_size()
@@ -328,7 +328,7 @@ def values_checked(x: Tensor) -> bool:
 
 
 def in_range(name: str, x: Tensor, low: int, high: int) -> None:
-    """Reads values; checks that every entry is between low and high, both included."""
+    """Read values; checks that every entry is between low and high, both included."""
     if x.numel() == 0:
         return
     least, most = (int(e) for e in torch.aminmax(x))
@@ -337,7 +337,7 @@ def in_range(name: str, x: Tensor, low: int, high: int) -> None:
 
 
 def request_starts(x: Any, requests: int, queries: int, like: tuple[str, Tensor]) -> None:
-    """Checks the request starts of a block table. They are required unless it has one line for each query."""
+    """Check the request starts of a block table. They are required unless it has one line for each query."""
     if x is not None:
         int32("request_starts", x, (requests + 1,), like)
     elif requests != queries:
@@ -346,7 +346,7 @@ def request_starts(x: Any, requests: int, queries: int, like: tuple[str, Tensor]
 
 
 def page_numbers(name: str, table: Tensor, page: int, rows: Tensor, pages: int, seen: str) -> None:
-    """Reads values; checks that the first rows [R] of each line of a block table are in existing pages. seen: words for
+    """Read values; checks that the first rows [R] of each line of a block table are in existing pages. seen: words for
     these pages."""
     first_row = torch.arange(table.shape[1], device=table.device) * page
     bad = (first_row < rows[:, None]) & ((table < 0) | (table >= pages))
@@ -357,7 +357,7 @@ def page_numbers(name: str, table: Tensor, page: int, rows: Tensor, pages: int, 
 
 
 def cumulative(name: str, x: Tensor, total: int, total_name: str) -> None:
-    """Reads values; checks that x starts at 0, never decreases, and ends within the tensor that it divides."""
+    """Read values; checks that x starts at 0, never decreases, and ends within the tensor that it divides."""
     if int(x[0]) != 0:
         fail(name, f"first entry {int(x[0])}", "0 as the first entry")
     if bool((x[1:] < x[:-1]).any()):

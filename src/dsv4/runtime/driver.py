@@ -27,7 +27,7 @@ NUMBERS: dict[str, Any] = {
     "u1": ctypes.c_uint8, "u8": ctypes.c_uint8, "u16": ctypes.c_uint16, "u32": ctypes.c_uint32, "u64": ctypes.c_uint64,
     "fp32": ctypes.c_float, "fp64": ctypes.c_double,
 }  # fmt: skip
-# The same as struct packs them, in 8 bytes each.
+# Formats with which struct packs the same numbers, in 8 bytes each.
 PACKED = {
     "i1": "b7x", "i8": "b7x", "i16": "h6x", "i32": "i4x", "i64": "q", "u1": "B7x", "u8": "B7x", "u16": "H6x",
     "u32": "I4x", "u64": "Q", "fp32": "f4x", "fp64": "d",
@@ -40,7 +40,7 @@ CLUSTER_DIMENSION, CLUSTER_POLICY, PROGRAMMATIC = 4, 5, 6  # CUlaunchAttributeID
 SPREAD = 1  # CUclusterSchedulingPolicy
 INVALID_CONTEXT = 201  # CUresult
 CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent of the most shared memory
-# What shared memory may have of the 256 KB that it and the L1 have together (CUDA programming guide, compute
+# Sizes of shared memory, out of the 256 KB that it and the L1 share (CUDA programming guide, compute
 # capabilities 9.0 and 10.0); sizes of 132 KB and less were not tried. The system reserves 1 KB of it per CTA.
 SHARED_KB = 164, 196, 228
 RESERVED = 1024
@@ -81,7 +81,7 @@ class Function(NamedTuple):
 
     @classmethod
     def of(cls, compiled: Any, device: int) -> Function | None:
-        """Reads what Triton compiled and loaded. None if its launch needs something that this module does not know."""
+        """Read what Triton compiled and loaded. None if its launch needs something that this module does not know."""
         meta, types = compiled.metadata, tuple(structs.flat(compiled.src.signature.values()))
         descriptors = tuple(getattr(meta, "tensordesc_meta", None) or ())
         if meta.global_scratch_size or meta.profile_scratch_size or meta.launch_cooperative_grid or meta.num_ctas > 8:

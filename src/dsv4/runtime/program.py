@@ -62,7 +62,7 @@ class Slot:
         return self.dtype.itemsize
 
     def data_ptr(self) -> int:
-        """Returns the address modulo 16, on which Triton specialises; more is not known."""
+        """Return the address modulo 16, on which Triton specialises; more is not known."""
         return (self.misaligned + self.offset) % 16
 
     def is_contiguous(self) -> bool:
@@ -74,12 +74,12 @@ class Slot:
         return True
 
     def view(self, shape: Sequence[int], strides: Sequence[int], skip: int = 0) -> Slot:
-        """Returns a part of the same tensor, which begins `skip` elements later."""
+        """Return a part of the same tensor, which begins `skip` elements later."""
         offset = self.offset + skip * self.element_size()
         return replace(self, shape=tuple(shape), strides=tuple(strides), offset=offset, part=True)
 
     def seen_as(self, function: Callable[[Tensor], Tensor]) -> Slot:
-        """Returns the slot of the view that a function of torch makes of the tensor."""
+        """Return the slot of the view that a function of torch makes of the tensor."""
         x = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
         made = function(x)
         assert made.untyped_storage()._cdata == x.untyped_storage()._cdata, "not a view"
@@ -102,7 +102,7 @@ class Slot:
         return self.seen_as(lambda x: x.view(dtype))
 
     def tensor(self, memory: Sequence[Any]) -> Tensor:
-        """Returns the tensor, or the part of one, from the tensors of a call."""
+        """Return the tensor, or the part of one, from the tensors of a call."""
         x = memory[self.index]
         if not self.part:
             return x
@@ -113,7 +113,7 @@ class Slot:
         return x.as_strided(self.shape, self.strides, x.storage_offset() + self.offset // x.element_size())
 
     def words(self, begin: int, size: int, dtype: torch.dtype) -> Slot:
-        """Returns flat memory from element `begin` as `size` elements of another dtype, which is not smaller."""
+        """Return flat memory from element `begin` as `size` elements of another dtype, which is not smaller."""
         assert dtype.itemsize % self.element_size() == 0
         return replace(self.view((size,), (1,), begin), dtype=dtype)
 
@@ -172,12 +172,12 @@ class Number:
     index: int
 
 
-# Options of every compilation. From Triton 3.10 on, products and sums are fused only where this asks for it.
+# Options of every compilation. From Triton 3.10 on, products and sums are fused only where this requests it.
 COMPILED_WITH = {"enable_fp_fusion": True}
 
 
 def compiled_for(x: Any) -> Any:
-    """Replaces a Number, for which a kernel is not specialised, by one that is neither 1 nor a multiple of 16."""
+    """Replace a Number, for which a kernel is not specialised, by one that is neither 1 nor a multiple of 16."""
     return 2 if isinstance(x, Number) else x
 
 
@@ -222,7 +222,7 @@ class Compute:
 
 
 def slots_in(x: Any) -> Iterator[Slot]:
-    """Yields the slot itself, or the slots in a problem."""
+    """Yield the slot itself, or the slots in a problem."""
     if isinstance(x, Slot):
         yield x
     elif is_dataclass(x) and not isinstance(x, type):
@@ -231,7 +231,7 @@ def slots_in(x: Any) -> Iterator[Slot]:
 
 
 def with_tensors(x: Any, memory: Sequence[Any]) -> Any:
-    """Returns the tensor of a slot, or the problem with tensors in place of slots."""
+    """Return the tensor of a slot, or the problem with tensors in place of slots."""
     if isinstance(x, Slot):
         return x.tensor(memory)
     if not is_dataclass(x) or isinstance(x, type):
@@ -252,7 +252,7 @@ class Launch:
 
 
 def rounded(count: int) -> int:
-    """Returns the bytes that a plan reserves for a buffer of this size, so that every buffer is aligned."""
+    """Return the bytes that a plan reserves for a buffer of this size, so that every buffer is aligned."""
     return -(-count // 256) * 256
 
 
@@ -273,7 +273,7 @@ class Program:
         self._by_tensor = {id(x): slot for x, slot in zip(tensors.values(), self.slots)}
 
     def slots_of(self, problem: Any) -> Any:
-        """Returns the problem with slots in place of its tensors, which must be tensors of the call."""
+        """Return the problem with slots in place of its tensors, which must be tensors of the call."""
         changed: dict[str, Any] = {}
         for field in fields(problem):
             x = getattr(problem, field.name)
@@ -286,7 +286,7 @@ class Program:
         return replace(problem, **changed)
 
     def stand_ins(self, arguments: Sequence[Any]) -> list[Any]:
-        """Returns Slots and Numbers in place of tensors and Changing numbers, which are those of the call, in order."""
+        """Return Slots and Numbers in place of tensors and Changing numbers, which are those of the call, in order."""
         indices = itertools.count()
 
         def stand_in(x: Any) -> Any:
@@ -309,13 +309,13 @@ class Program:
         return Slot(len(self.inputs) + len(self.buffers) - 1, name, *layout, self.device)
 
     def copied(self, x: Slot) -> Slot:
-        """Returns a contiguous copy of a tensor whose strides a kernel does not support."""
+        """Return a contiguous copy of a tensor whose strides a kernel does not support."""
         made = self.workspace(f"copy of {x.name}", x.shape, x.dtype)
         self.copy(made, x)
         return made
 
     def flattened(self, x: Slot) -> Slot:
-        """Merges the first two dimensions, in the same memory if the strides allow it, otherwise in a copy."""
+        """Merge the first two dimensions, in the same memory if the strides allow it, otherwise in a copy."""
         (a, b, *rest), (outer, inner, *strides) = x.shape, x.strides
         if a > 1 and b > 1 and outer != b * inner:
             return self.flattened(self.copied(x))
@@ -331,7 +331,7 @@ class Program:
         self.steps.append(Compute(function, arguments))
 
     def launch(self, kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **constants: Any) -> None:
-        """Adds a launch. Arguments and constants have the names of the kernel's parameters; those without a parameter
+        """Add a launch. Arguments and constants have the names of the kernel's parameters; those without a parameter
         are dropped, except Triton's options (num_warps, ...)."""
         own = set(kernel.arg_names)
         taken = [arguments[name] for name in kernel.arg_names if name in arguments]
@@ -344,7 +344,7 @@ class Program:
 
 
 def tensors_of(problem: Any) -> dict[str, Tensor]:
-    """Returns the tensors of a problem, and of the problem inside it, by field name."""
+    """Return the tensors of a problem, and of the problem inside it, by field name."""
     found: dict[str, Tensor] = {}
     for field in fields(problem):
         x = getattr(problem, field.name)

@@ -15,7 +15,7 @@ import torch
 
 from dsv4.runtime.program import Number
 
-# Neither 1 nor a multiple of 16: 32 bits wide, or 64 in place of what takes as many
+# Neither 1 nor a multiple of 16: 32 bits wide, or 64 in place of 64-bit numbers
 NEUTRAL, NEUTRAL_64 = (1 << 31) - 1, (1 << 62) - 1
 
 

@@ -40,7 +40,7 @@ class Where:
     checked: bool = False
 
     def resolve(self) -> Where:
-        """Replaces `auto` and a missing arch by what will run, or raises `Unavailable`."""
+        """Replace `auto` and a missing arch by what will run, or raises `Unavailable`."""
         if self.backend not in BACKENDS:
             raise ValueError(f"backend: got {self.backend!r}; accepted: {', '.join(BACKENDS)}")
         if self.arch is not None and self.arch not in ARCHS:
@@ -70,7 +70,7 @@ class Where:
         return torch.device("cuda" if self.backend == "cuda" else "cpu")
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns the context of every call: the emulator for softsm, otherwise an empty one."""
+        """Return the context of every call: the emulator for softsm, otherwise an empty one."""
         if self.backend != "softsm":
             return contextlib.nullcontext()
         return self._checked() if self.checked else softsm().use(self.arch)
@@ -88,7 +88,7 @@ class Where:
 
 
 def gpu_arch() -> str | None:
-    """Returns the architecture of the current CUDA device, as kernels are named, or None if it has no kernels."""
+    """Return the architecture of the current CUDA device, as kernels are named, or None if it has no kernels."""
     if not torch.cuda.is_available():
         return None
     entry = dispatch.ARCHITECTURES.get(dispatch.capability_of())
@@ -96,7 +96,7 @@ def gpu_arch() -> str | None:
 
 
 def softsm() -> Any:
-    """Imports the emulator, or raises `Unavailable` with the reason."""
+    """Import the emulator, or raises `Unavailable` with the reason."""
     try:
         return dispatch.import_softsm()
     except ImportError as why:
@@ -138,7 +138,7 @@ class Check:
 
     @property
     def used(self) -> float:
-        """Returns the used share of the allowed error; 1 is the limit. For `at_least` checks it is the share of the
+        """Return the used share of the allowed error; 1 is the limit. For `at_least` checks it is the share of the
         distance to 1."""
         room, need = (1 - self.bound, 1 - self.value) if self.at_least else (self.bound, self.value)
         if need <= 0:
@@ -172,12 +172,12 @@ class Case:
         return f"{self.suite}/{self.name}"
 
     def seed(self, seed: int) -> int:
-        """Returns the seed of this case in a run, which does not depend on the other cases."""
+        """Return the seed of this case in a run, which does not depend on the other cases."""
         return zlib.crc32(f"{seed}/{self.suite}/{self.name}".encode())
 
 
 def brief(text: str, most: int = 400) -> str:
-    """Shortens a text to one line: its beginning and its end (a compiler quotes the kernel's source)."""
+    """Shorten a text to one line: its beginning and its end (a compiler quotes the kernel's source)."""
     text = " ".join(text.split())
     return text if len(text) <= most else f"{text[: most // 3]} ... {text[-(most - most // 3) :]}"
 
@@ -201,12 +201,12 @@ class Result:
         return max(self.checks, key=lambda check: (not check.ok, check.used), default=None)
 
     def why(self) -> str:
-        """Says in one line what went wrong. `error` has the whole text."""
+        """Say in one line what went wrong. `error` has the whole text."""
         return brief(self.error) if self.error is not None else "; ".join(str(c) for c in self.checks if not c.ok)
 
 
 def run_case(case: Case, where: Where, seed: int) -> Result:
-    """Draws inputs, runs and checks. An exception of the operation becomes the result's error; one of the case
+    """Draw inputs, runs and checks. An exception of the operation becomes the result's error; one of the case
     propagates."""
     trial = case.make(Draw(case.seed(seed), where.device))
     started = time.perf_counter()

@@ -219,7 +219,7 @@ def replaced(maker: Maker, **change: Any) -> Maker:
 
 
 def core() -> Iterator[tuple[str, Maker, set[str]]]:
-    """Runs at every head dim and dtype."""
+    """Run at every head dim and dtype."""
     yield "full", partial(dense, size={"t": 64, "s": 128}), {"dense"}
     yield ("causal-odd-gqa", partial(dense, size={"t": 77, "s": 133, "kv_heads": 2}, causal=True), {"causal", "gqa"})
     window = partial(with_sink, size={"t": 3, "s": 200, "heads": 8, "kv_heads": 1}, sink="random", window=(31, 0))

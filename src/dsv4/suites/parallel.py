@@ -33,7 +33,7 @@ def run_parallel(cases: list[Case], where: Where, seed: int, jobs: int) -> Itera
             case = by_name[waiting[done]]
             try:
                 yield replace(done.result(), case=case)
-            except BrokenProcessPool as died:  # a crash takes the cases with it that had not finished
+            except BrokenProcessPool as died:  # a crash loses the cases that had not finished
                 yield Result(case, [], f"its process died: {died}", 0.0)
 
 
@@ -46,7 +46,7 @@ def begin(threads: int) -> None:
 
 
 def work(suite: str, name: str, where: Where, seed: int) -> Result:
-    """Runs in the other process. The case is found again by name; its maker does not travel."""
+    """Run in the other process. The case is found again by name; its maker does not travel."""
     from . import SUITES
 
     (case,) = [case for case in SUITES[suite]() if str(case) == name]

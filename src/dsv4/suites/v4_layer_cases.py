@@ -185,10 +185,10 @@ class Layer:
             checks += self.check_rows("compressed rows", got.rows, self.main.defined(), got.rows_once)
         if self.index is not None:
             checks += self.check_rows("index keys", got.keys, self.index.defined(), got.keys_once)
-            # The keys that were made, for the reason given below.
+            # Use the keys that were made, for the reason given below.
             checks.append(Check("wrong index lists", self.wrong_lists(got.chosen, got.keys.bfloat16()), 0.0))
         if not all(check.ok for check in checks):
-            return checks  # attention over wrong rows would tell nothing more
+            return checks  # attention over wrong rows would add nothing
         # The oracle gets the rows that were made, just found right to fp32: where one lies next to a rounding boundary
         # of the storage format, the definition's own row may be stored as the neighbouring number.
         refs, lows, ref_lses = [], [], []

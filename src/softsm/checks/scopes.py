@@ -79,7 +79,7 @@ def reaches(scope: str, one: Cta, other: Cta) -> bool:
 
 
 def narrow(instructions: Iterable[Instruction]) -> bool:
-    """Is there a strong access of global or any memory within a CTA or cluster?"""
+    """Returns whether there is a strong access of global or any memory within a CTA or cluster."""
     return any(
         ins.opcode in SCOPED
         and {"cta", "cluster"} & {*ins.modifiers}

@@ -28,7 +28,7 @@ def owners_of(function: Function) -> dict[str, str]:
 
 
 class AsyncRegisters(Emitter):
-    """The part of the assembler that tracks them."""
+    """The part of the assembler that tracks registers of asynchronous operations."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

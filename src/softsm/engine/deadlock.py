@@ -31,7 +31,7 @@ from softsm.errors import Deadlock, StepBudget
 PATIENCE = 4096  # turns of warps
 ROUND = 256  # the most turns of one warp in a round
 OPERATION = 5000  # instructions of compiled code that take about as long as one that Python handles
-AWAY = 8  # turns of all warps, times their number, after which another warp is looked at
+AWAY = 8  # turns of all warps, times their number, after which another warp is compared
 
 
 class DeadlockWatch:

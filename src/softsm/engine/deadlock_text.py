@@ -191,7 +191,7 @@ def suppliers(machine, barrier, text: Text) -> list[tuple]:
                 role = role_of(arrival.instruction)
                 ours = [w for w in able if role and role_of(w.cta.program.instructions[w.fragments[0].pc]) == role]
                 found += [(w, arrival.instruction) for w in ours or able if not late or w in late]
-        if not barrier.pending:  # a warp that waits for the bytes of this phase does not bring them
+        if not barrier.pending:  # a warp that waits for the bytes of this phase does not deliver them
             there = {w for w, other in awaited(machine).items() if other is barrier}
             return [(w, ins) for w, ins in found if w not in there]
         return found or [(w, None) for w in late]

@@ -133,7 +133,8 @@ class Kernel:
         out = []
         for x in v.initial:
             if isinstance(x, Symbol) and x.name in self.module.functions:
-                # In a table of virtual functions. Nothing is there: calls through a register are refused.
+                # The symbol is in a table of virtual functions. Nothing is there: calls through a register are
+                # rejected.
                 x = 16 + 16 * list(self.module.functions).index(x.name)
             elif isinstance(x, Symbol):
                 x = self.variables[x.name].ctypes.data + x.offset

@@ -87,7 +87,7 @@ class Native(CPUDispatcher):
 
 
 class Inner(Native):
-    """Has no wrapper for Python, without which Numba would jump to an address that is none."""
+    """A function without a wrapper for Python, without which Numba would jump to an address that is none."""
 
     def __call__(self, *_: Any) -> Any:
         raise TypeError(f"{self.__name__} is called from Python: it needs python=True")

@@ -29,7 +29,7 @@ from softsm.memory.waitable import Waitable
 class Observer:
     """The events of one launch, as methods to override."""
 
-    follows: bool = False  # It gets all events, also those marked (f); the launch stays in one process.
+    follows: bool = False  # Gets all events, also those marked (f); the launch stays in one process.
     divisible: bool = True  # CTAs may continue in several processes, see the last section.
     strict: bool = False  # It follows PTX literally.
     operands: bool = False  # It reads the operands of matrix products.

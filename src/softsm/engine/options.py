@@ -15,7 +15,7 @@ class Session:
     """Follows the launches of a `with` block (`observing`)."""
 
     races: bool = False  # It needs programs that are assembled for the race checker.
-    computes: ClassVar[bool] = True  # False: launches do not compute all values; sessions that need them pause.
+    computes: ClassVar[bool] = True  # False: launches do not compute all values; sessions that need all of them pause.
     needs_values: ClassVar[bool] = False
     one_gpu: ClassVar[bool] = False  # It follows launches of one GPU.
 
@@ -68,7 +68,7 @@ def options(**changes):
 
 @contextlib.contextmanager
 def observing(session: Session):
-    """The session follows launches inside, in place of an outer one of its kind."""
+    """Lets the session follow launches inside, in place of an outer one of its kind."""
     others = [x for x in _options.get().sessions if type(x) is not type(session)]
     with options(sessions=(*others, session)):
         yield

@@ -118,7 +118,7 @@ class Blocked:
     on: Waitable
     text: object
     done: bool = False
-    told: bool = False  # `on` tells observers that the warp continues
+    told: bool = False  # `on` reports to observers that the warp continues
     limited: bool = False  # the wait has a time limit, which expires when nothing else can happen (Fragment.timed_out)
 
 

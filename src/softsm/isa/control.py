@@ -387,4 +387,4 @@ def do_setmaxnreg(w, mask, o):
         return Blocked(pool, text)
     pool.give(w, o.count)
     pool.ask(w, o.what)
-    return POLLED if more < 0 else None  # others have their turn: they may take what this warp asks for again
+    return POLLED if more < 0 else None  # others run first: they may take the registers that this warp requests again

@@ -66,7 +66,7 @@ def _placement(rows: int, row_bytes: int, swizzle: Swizzle, kind: DataType, phas
         unit, data = 4, 12
     elif swizzle is Swizzle.B128_ATOM_32B_FLIP_8B:
         unit, data, chunk = 8, 8, 8
-    spread = row_bytes // data * chunk  # bytes a row takes before padding to the span
+    spread = row_bytes // data * chunk  # bytes of a row before padding to the span
     pitch = -(-spread // swizzle.span) * swizzle.span if swizzle else spread  # several spans: interleaved alone
     within = (np.arange(spread // chunk)[:, None] * chunk + np.arange(0, data, unit)).ravel()
     address = phase + (np.arange(rows)[:, None] * pitch + within).ravel()

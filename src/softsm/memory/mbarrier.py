@@ -33,7 +33,7 @@ class BarrierEvent(NamedTuple):
 
 
 class BarrierObserver(Protocol):
-    """What an mbarrier tells of itself, see engine/observer.py."""
+    """Receives the events of an mbarrier, see engine/observer.py."""
 
     def arrived(self, barrier: Mbarrier, what: str, amount: int, relaxed: bool = False, scope: str = "") -> None: ...
 
@@ -41,7 +41,7 @@ class BarrierObserver(Protocol):
 
 
 class Mbarrier(Waitable):
-    """Warps blocked on it are woken when a phase completes."""
+    """An mbarrier. Warps blocked on it are woken when a phase completes."""
 
     __slots__ = (
         "announced array asked expected history home name next_expected observer origin overwritten pending phase "

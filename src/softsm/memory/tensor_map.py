@@ -186,7 +186,7 @@ def _check_interleave(m: TensorMap) -> None:
         raise ValueError(f"interleave: {m.data_type.name} accepts CU_TENSOR_MAP_INTERLEAVE_NONE")
     if m.im2col is not None and m.im2col.wide:
         raise ValueError("interleave: im2col::w accepts CU_TENSOR_MAP_INTERLEAVE_NONE")
-    if m.interleave == 2 and m.swizzle is not Swizzle.B32:  # a driver of CUDA 13.0 and an H200 take the others too
+    if m.interleave == 2 and m.swizzle is not Swizzle.B32:  # a driver of CUDA 13.0 and an H200 accept the others too
         warnings.warn(
             f"swizzle: {m.swizzle.name} with an interleave of 32 bytes; CUDA documents B32 alone", TensorMapWarning, 4
         )

@@ -47,8 +47,8 @@ class TensorMemory(Waitable):
         self.allocations: dict[int, Allocation] = {}  # by first column
         self.relinquished: set[int] = set()  # id(cta)
         self.groups: dict[int, int] = {}  # id(cta) -> the cta_group its instructions use
-        self.pair_requests: dict[int, int] = {}  # id(cta) -> columns asked for with cta_group::2
-        self.pair_grants: dict[int, int] = {}  # id(cta) -> column allocated when the peer asked
+        self.pair_requests: dict[int, int] = {}  # id(cta) -> columns requested with cta_group::2
+        self.pair_grants: dict[int, int] = {}  # id(cta) -> column allocated at the peer's request
 
     # ---- allocation --------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import re
 from softsm.ptx.ast import SourceLoc
 
 LONGEST = 40  # characters of template arguments that are shown
-# Headers, and Triton's own functions, whose lines tell less than the place that uses them.
+# Headers, and Triton's own functions, whose lines are less useful than the place that uses them.
 LIBRARIES = re.compile(
     r"(^|/)(include|cccl|libcudacxx)/(cute|cutlass|cub|thrust|cuda|cccl)/|/__clang_cuda|/doors/cuda/include/|/crt/sm_"
     r"|/include/(cooperative_groups|cuda_(awbarrier|pipeline|bf16|fp\d+)|curand|mma\.h)"  # headers of the toolkit

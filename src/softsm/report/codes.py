@@ -100,8 +100,8 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "type": (
         "Tensor-memory cells are read as a different type from the one they were written as.",
-        "A in tensor memory is packed: convert (cvt.rn.bf16x2.f32) before tcgen05.st, and read the "
-        "columns it was stored to.",
+        "Convert A (cvt.rn.bf16x2.f32) before tcgen05.st, because it is packed in tensor memory, and read the columns "
+        "that it was stored to.",
     ),
     "out-of-bounds-fill": (
         "A TMA box lies entirely outside its tensor, so it delivers only fill values.",

@@ -66,7 +66,7 @@ class Diagnostic:
     def __str__(self) -> str:
         lines = [f"{self.code}: {self.message}"]
         lines += [f"  {name} {party}" for name, party in zip(("this  ", "other ", "      "), self.parties)]
-        advice = self.fix or fix(self.code)
+        advice = self.fix or fix(self.code)[:1].lower() + fix(self.code)[1:].removesuffix(".")
         if advice:
             lines.append(f"  fix: {advice}")
         return "\n".join(lines)

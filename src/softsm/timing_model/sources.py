@@ -238,6 +238,6 @@ def absent_from_l1(s: Source, room: float, sms: int) -> float:
         return 1.0
     each = s.asked / sms
     first = s.size * (1 - np.exp(-each / s.size)) / each
-    # A line that L1 has is as often there as it is large enough, but with the sectors alone that were asked for since.
+    # How often L1 holds a line depends on its size, but it holds only the sectors requested since.
     there, same = min(1.0, room * s.parts / s.size), s.piece / 128
     return float(1 - (1 - first) * same * there / (1 - (1 - same) * there))

@@ -19,6 +19,10 @@ def test_causes_come_before_what_they_lead_to():
     assert str(report).startswith("barrier-tx")
 
 
+def test_the_fix_of_a_code_reads_like_the_others():
+    assert str(Diagnostic("tmem-leak", "columns are left")).endswith("fix: add tcgen05.dealloc before the exit")
+
+
 def test_what_is_found_again_is_counted_where_it_is_shown():
     report = Report()
     report.add(race(1))

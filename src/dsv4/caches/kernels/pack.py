@@ -138,7 +138,7 @@ def store_nvfp4_row(out_ptr, y, page, place, page_rows, column, kept, FORMAT: tl
     scale = target.to(tl.float8e4nv)
     value = scale.to(tl.float32)[:, :, None]
     groups = tl.reshape(y, [y.shape[0], FORMAT.groups, FORMAT.group])
-    # Divide: multiplying by a reciprocal would move ties.
+    # Divide, because multiplying by a reciprocal would move ties.
     groups, value = tl.broadcast(groups, value)
     codes = tl.reshape(e2m1(tl.div_rn(groups, value)), [y.shape[0], FORMAT.data_bytes, 2])
     low, high = tl.split(codes)

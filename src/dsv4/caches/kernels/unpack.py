@@ -7,7 +7,7 @@ begin. The result is bf16 in pairs, int32 [rows, panels, 32].
 
 from dsv4.kernels.compat import gl, gluon
 
-# SPEED: which instructions unpack. NaN codes do not occur in rows that count; from QUICK on, a NaN scale
+# SPEED decides which instructions unpack. NaN codes do not occur in rows that count; from QUICK on, a NaN scale
 # gives inf. More speed is not better everywhere: the assembler orders other loops differently. SMALLER, for
 # formats that allow it (unpacks_smaller): the result is the row times 2^-8, with one multiplication less. e4m3 then
 # needs scales below 2^16.
@@ -102,7 +102,7 @@ def word_scales(x, scales, FIRST: gl.constexpr, FORMAT: gl.constexpr):
     return s
 
 
-# The four bytes of a word, each S EEEE MMM, as S 0000EEEE MMM0000: low and high bytes made on their own, then
+# Convert the four bytes of a word, each S EEEE MMM, to S 0000EEEE MMM0000: low and high bytes separately, then
 # interleaved; or two bytes at a time, shifted and masked below eight copies of their signs, which is one instruction
 # less.
 INTERLEAVED = """
@@ -155,7 +155,7 @@ def small_factor(window, compressed):
 def unpack_e4m3(x, scales, FIRST: gl.constexpr, SPEED: gl.constexpr, FORMAT: gl.constexpr):
     """Unpack e4m3 times ue8m0."""
     gl.static_assert(FORMAT.code_bits == 8)
-    # 2^(s - 127) in bf16 is s in the exponent's place; 0 is a subnormal, 255 is NaN. Twice, for pairs.
+    # 2^(s - 127) in bf16 is s in the exponent's place; 0 is a subnormal, 255 is NaN. It is repeated for pairs.
     s = word_scales(x, scales, FIRST, FORMAT)
     if SPEED == SMALLER:
         s = gl.minimum(s, 143) * 0x800080 + 0x38003800  # 2^(s - 127) times 2^112; beyond, inf
@@ -174,9 +174,9 @@ def unpack_e4m3(x, scales, FIRST: gl.constexpr, SPEED: gl.constexpr, FORMAT: gl.
     return gl.join(a, b).reshape([x.shape[0], x.shape[1], 32])
 
 
-# The eight codes of a word, each S EE M, in pairs as S 000000EE M000000: each byte, and that byte with its low code
-# moved up, below eight copies of their signs; shifted and masked. As bf16 that is the value times 2^-126, subnormals
-# too. 2^126 times a scale may overflow, so the factor is 2^119, and the scale is multiplied by 2^7.
+# Convert the eight codes of a word, each S EE M, in pairs to S 000000EE M000000: each byte, and the byte with its low
+# code moved up, are put below eight copies of their signs, shifted and masked. As bf16 that is the value times 2^-126,
+# subnormals too. 2^126 times a scale may overflow, so the factor is 2^119, and the scale is multiplied by 2^7.
 E2M1_PAIRS = """
     shl.b32 up, $4, 4;
     prmt.b32 $0, up, $4, 0xc480;
@@ -216,7 +216,7 @@ def _pairs(speed):
 def unpack_e2m1(x, scales, FIRST: gl.constexpr, SPEED: gl.constexpr, FORMAT: gl.constexpr):
     """Unpack e2m1 times one e4m3 per 16, which is not negative."""
     gl.static_assert(FORMAT.code_bits == 4 and FORMAT.group == 16)
-    # The bits of an e4m3 in the place of a bf16's are its value times 2^-120: the product with 2^127 is 2^7 times it.
+    # The bits of an e4m3, read as bf16, are its value times 2^-120: the product with 2^127 is 2^7 times the value.
     byte = word_scales(x, scales, FIRST, FORMAT)
     s = gl.inline_asm_elementwise(
         "{ .reg .b32 factor; mov.b32 factor, 0x7f007f00; mul.rn.bf16x2 $0, $1, factor; }",
@@ -256,7 +256,7 @@ def e4m3_bytes(x, s, FORMAT: gl.constexpr):
 def e2m1_bytes(x, s, FORMAT: gl.constexpr):
     """Unpack e2m1 as bytes [rows, 32], two codes each, times e4m3: s int32 [rows] has the four scales of a panel."""
     code = gl.join(x & 15, x >> 4).reshape([x.shape[0], 64]).to(gl.int32)
-    # As bf16 the value times 2^-126.
+    # As bf16 this is the value times 2^-126.
     value = (((code & 7) << 6) | ((code & 8) << 12)).to(gl.int16).to(gl.bfloat16, bitcast=True)
     s = _byte_scales(code, s, FORMAT).to(gl.int8).to(gl.float8e4nv, bitcast=True).to(gl.bfloat16)
     return value * 2.0**126 * s

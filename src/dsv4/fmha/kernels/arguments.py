@@ -63,7 +63,7 @@ class Strides(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Kernels call them `opts`: Triton has an `options` of its own among their arguments."""
+    """Options of a call, `opts` in kernels: Triton has an `options` of its own among their arguments."""
 
     scale: ScoreScale  # positive
     sign: Value  # the factor of Q: 1, -1 or 0

@@ -112,9 +112,9 @@ class Packed:
 
 
 Kernels = Callable[[Program, Packed], None]  # an architecture's kernels
-# of a problem, its keys and sequences; None: results are not added
+# (problem, keys, sequences) -> how results are added, or None
 FindAdding = Callable[[FmhaProblem, int, Sequences | None], Adding | None]
-# of a problem: whether the query heads of a KV head are not packed
+# (problem) -> whether the query heads of a KV head are not packed
 OneHeadEach = Callable[[FmhaProblem], bool]
 
 

@@ -8,8 +8,8 @@ from dsv4.fmha.kernels.backward_rows import row_layout
 from dsv4.fmha.kernels.tiles import packed_sequence
 from dsv4.kernels.compat import Value, gl, gluon
 
-# A row of no sequence, only if the starts of sequences fall. The sum of it and of ragged.BOUND has 31 bits: a TMA store
-# at a negative coordinate is an illegal instruction on Hopper.
+# A row past all sequences, used only if the starts of sequences decrease. The sum of it and of ragged.BOUND has 31
+# bits: a TMA store at a negative coordinate is an illegal instruction on Hopper.
 NOWHERE = gl.constexpr(1 << 29)
 
 
@@ -21,7 +21,7 @@ def tile_of(number, cu_ptr, sequences, unit, ROWS: gl.constexpr = 128):
     number of the previous sequence, so no prefix sum is needed; a number without a tile lies past the end of
     its sequence.
     """
-    # Every warp has all 128, so warps exchange nothing.
+    # Every warp holds all 128 entries, so warps exchange nothing.
     L: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     begun = 0
     for start in range(0, sequences, 128):

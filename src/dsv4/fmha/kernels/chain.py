@@ -145,7 +145,7 @@ class Chain:
         pairs = min(all_pairs, SLAB_BYTES // (per_row * x.rows) // self.share * self.share)
         if pairs:
             return [Slab(slice(z, min(z + pairs, all_pairs)), slice(0, x.rows)) for z in range(0, all_pairs, pairs)]
-        # Split by tokens, so that no group is cut, and by tiles.
+        # Split at multiples of tokens, so that no group is cut, and of tiles.
         unit = TILE * x.p.group
         rows = max(unit, SLAB_BYTES // per_row // unit * unit)
         return [

@@ -30,7 +30,7 @@ def keys_at_a_time(keys, columns, warps):
     return min(keys, AT_A_TIME.value * 32 * warps // columns)
 
 
-# The four codes of a word, each S EEEE MMM, in pairs below eight copies of their signs; shifted and masked to
+# Put the four codes of a word, each S EEEE MMM, in pairs below eight copies of their signs; shift and mask them to
 # S 0000EEEE MMM0000, as bf16 the value times 2^-120, or S 0EEEE MMM0000000, as fp16 times 2^-8, subnormals too. A code
 # that means NaN becomes 480: what no query sees is finite, and vanishes with its P of 0.
 def _to(shift: int, mask: str, kind: str, factor: str) -> str:

@@ -104,8 +104,8 @@ def prepare_split(p: FmhaProblem, target: Target, program: Program, kernel: Any,
         raise ValueError(f"{p.kv_heads} KV heads x {splits} splits of the keys are over {MAX_GRID} blocks")
     elif c.tiles_last:
         grid = (*grid[1:], row_tiles)
-    # Deterministic: the combine kernel rounds the sink differently, and how many splits the block table has room for is
-    # not a property of a sequence; so paged problems use the combine kernel with one split too.
+    # Deterministic calls: the combine kernel rounds the sink differently, and how many splits a block table has room
+    # for is not a property of a sequence; so paged problems use the combine kernel with one split too.
     split = splits > 1 or tiles_per_split > 0 and p.kind == "paged" or is_partial(p)
     kv_load, box = _kv_load(p, c)
     sign, scale = sign_and_scale(p.softmax_scale)
@@ -299,7 +299,7 @@ def _splits(p: FmhaProblem, target: Target, c: Tiling, row_tiles: int) -> tuple[
         return 1, 0
     longest = _longest(p)
     if p.deterministic:
-        # Nothing but T, which all sequences share, and a sequence's own keys may count; varlen has no such T.
+        # Only T, which all sequences share, and a sequence's own keys may matter; varlen batches have no such T.
         splits, each = (0, 0) if p.kind == "varlen" else splitting.deterministic_cut(p.max_seqlen_q * p.group, longest)
         return max(splits, 1), each // c.keys
     if p.num_splits > 0:

@@ -75,7 +75,7 @@ def score_tile(tile_id, slab, M: gl.constexpr, VARLEN: gl.constexpr):
     line = tile_id // slab.key_tiles
     pair = line // slab.row_tiles
     row = (line - pair * slab.row_tiles) * 128
-    # Each line of tiles begins elsewhere: a CTA that stayed on one diagonal would see all of its tiles, or none.
+    # Each line of tiles begins at another CTA: a CTA that stayed on one diagonal would see all of its tiles, or none.
     key = (tile_id + 5 * line) % slab.key_tiles * 128
     whole, sequences = slab.whole, slab.sequences
     if VARLEN:

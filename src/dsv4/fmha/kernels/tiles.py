@@ -10,7 +10,7 @@ from dsv4.kernels.compat import Value, aggregate, gl, gluon
 from dsv4.kernels.division import divide
 
 NO_BOUND = 1 << 30  # what the host passes for a window side of -1
-# How a tile of keys is read: loads.py explains each.
+# The ways in which a tile of keys is read; loads.py explains each.
 DENSE, ROWS, PAGES, CP_ASYNC = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
 
 
@@ -192,7 +192,7 @@ def mask_pages(s, first_column, keys, pages, L: gl.constexpr):
 def page_bits(first_column, keys, pages):
     """Return one bit for each of 32 keys from first_column on: whether its page exists; for four warps."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])  # every warp has all 32: no exchange between warps
-    # gl.arange(0, 32), but computed here and not kept in a register through the main loop
+    # This is gl.arange(0, 32), but computed here, so that it is not kept in a register through the main loop
     lane = gl.inline_asm_elementwise(
         "mov.u32 $0, %laneid; // $1", "=r,r", [gl.zeros([32], gl.int32, L)], dtype=gl.int32, is_pure=False, pack=1
     )

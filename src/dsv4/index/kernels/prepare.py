@@ -227,7 +227,7 @@ def _score(
             stride_wh=p.weights.stride(1),
             stride_sn=0 if p.q_scales is None else p.q_scales.stride(0),
             stride_sh=0 if p.q_scales is None else p.q_scales.stride(1),
-            # Spread tiles begin earlier, but each takes a little longer.
+            # Spread tiles begin earlier, but each lasts a little longer.
             spread=int(blocks * splits <= residents * target.num_sms and p.columns <= 32 * 128 * splits),
         ),
         keys=IndexKeys(
@@ -385,7 +385,7 @@ def _choose(
         at += 2 * count * candidates
     size = count * kept
     found = scratch.words(at, size, torch.int32)
-    # With few queries the latency of one counts; with many, more of them per SM.
+    # With few queries the latency of one matters, with many how many run per SM.
     warps, high = (32 if kept > 2048 else 16, 8) if count <= target.num_sms else (8, 4)
     arguments = dict(
         source=ScoreSource(scratch, line // LINE_UNIT, maxima, candidates, numbers),

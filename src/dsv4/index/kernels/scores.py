@@ -17,14 +17,14 @@ import triton.language as tl
 
 from dsv4.index import sizes
 
-# Whose keys a query reads: those of the only sequence; of its sequence in a batch with equal token counts; pages by
+# The keys that a query reads: those of the only sequence; of its sequence in a batch with equal token counts; pages by
 # block table, one line per query; pages by block table, one line per request (starts).
 ONE, BATCH, OWN, STARTS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 FOREVER = tl.constexpr(2**31 - 1)
 GROUP, BLOCK = tl.constexpr(sizes.GROUP), tl.constexpr(sizes.BLOCK)
 # Types of q and k: one type, in which they are multiplied; FP4 keys with e4m3 queries; both FP4.
 SAME, FP4_KEYS, FP4_BOTH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-# Exponents of two that codes are multiplied by: under the greatest scale of a key, and the least one
+# Exponents of the powers of two by which codes are multiplied: under the greatest scale of a key, and the least one
 HIGHEST, LOWEST_SHIFT = tl.constexpr(6), tl.constexpr(-5)
 
 
@@ -63,7 +63,7 @@ def row_of(column, query, owners, mask, AMONG: tl.constexpr):
     if AMONG:
         line = owners.among_ptr + query.to(tl.int64) * owners.among_line
         block = tl.load(line + column // BLOCK, mask=mask, other=-1)
-        # A number past all rows must not overflow.
+        # The address of a number past all rows must not overflow.
         row = tl.minimum(block, FOREVER // BLOCK - 1) * BLOCK + column % BLOCK
     else:
         row = tl.where(mask, column, -1)

@@ -102,7 +102,7 @@ class DeepseekV41Config(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **options: Any) -> Any:
-        """Reads config.json. The checkpoint's own has the text model in "text_config"; other parts are left out."""
+        """Read config.json. The checkpoint's own has the text model in "text_config"; other parts are left out."""
         given = {k: v for k, v in config_dict.items() if k not in ("text_config", "vision_config")}
         text = {k: v for k, v in (config_dict.get("text_config") or {}).items() if k not in ("model_type", "dtype")}
         given = {**text, **given}

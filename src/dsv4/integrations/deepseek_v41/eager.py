@@ -72,7 +72,7 @@ class Eager:
         ]
 
     def choose(self, layer: int, q: Tensor, weights: Tensor) -> None:
-        """Chooses the rows with the best scores. q: [B, T, H, 128] after RoPE; weights: [B, T, H]."""
+        """Choose the rows with the best scores. q: [B, T, H, 128] after RoPE; weights: [B, T, H]."""
         c = self.config
         keys = self.keys[c.source_of(layer)]
         score = torch.einsum("bthd,bmd->bthm", fp4_32(q).to(wide(q.dtype)), keys.to(wide(q.dtype))).to(q.dtype)

@@ -38,7 +38,7 @@ class Table(nn.Module):
 
     @torch.no_grad()
     def fill(self, std: float) -> None:
-        """Fills it at random, for a model without a checkpoint."""
+        """Fill it at random, for a model without a checkpoint."""
         self.weight.copy_(torch.randn(self.weight.shape).to(torch.float8_e4m3fn))
         self.scale.copy_(torch.full(self.scale.shape, std).to(torch.float8_e8m0fnu))
 

@@ -301,7 +301,7 @@ class DeepseekV41ForCausalLM(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Fills weights at random, for a model without a checkpoint. Those that were loaded stay."""
+        """Fill weights at random, for a model without a checkpoint. Those that were loaded stay."""
         given = [p for p in module.parameters(recurse=False) if getattr(p, "_is_hf_initialized", False)]
         if given:
             return

@@ -78,7 +78,7 @@ class Fp8Linear(nn.Module):
 
     @torch.no_grad()
     def fill(self, std: float) -> None:
-        """Fills it at random, for a model without a checkpoint."""
+        """Fill it at random, for a model without a checkpoint."""
         n, k = self.weight.shape
         x = torch.randn(-(-n // BLOCK) * BLOCK, -(-k // BLOCK) * BLOCK, device=self.weight.device) * std
         blocks = x.view(x.shape[0] // BLOCK, BLOCK, -1, BLOCK)
@@ -107,7 +107,7 @@ class Fp4Linear(nn.Module):
 
     @torch.no_grad()
     def fill(self, std: float) -> None:
-        """Fills it at random, for a model without a checkpoint: any code, scales near std / 2."""
+        """Fill it at random, for a model without a checkpoint: any code, scales near std / 2."""
         self.weight.copy_(torch.randint_like(self.weight, -128, 128))
         near = _power_above(torch.tensor(std / 2)) * 2.0 ** torch.randint(-1, 2, self.scale.shape)
         self.scale.copy_(near.to(torch.float8_e8m0fnu))

@@ -34,7 +34,7 @@ PARTS = ("indexer", "compressor", "insertion", "experts")  # parts that may be r
 TESTED = "0.5.23"
 BACKEND = "dsv4_gluon"
 
-# "decode", "prefill", "index", "compress", "insert", "experts", "dense decode", "dense prefill": of this process
+# counts of this process: "decode", "prefill", "index", "compress", "insert", "experts", "dense decode", "dense prefill"
 calls: Counter[str] = Counter()
 logger = logging.getLogger("sglang.dsv4")
 

@@ -24,7 +24,7 @@ from dsv4.integrations.flash_attn import flash_attn_varlen_func
 from dsv4.integrations.sglang import calls, logger
 from dsv4.runtime import checks
 
-# DSV4_SGLANG=0 would end in an unknown name.
+# DSV4_SGLANG=0 would not help: the backend's name would be unknown.
 refuse = functools.partial(plugin.refuse, instead="Another --attention-backend")
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)  # fp32 on a CPU alone
@@ -175,7 +175,7 @@ class Backend(AttentionBackend):
         m = self.forward_metadata
         assert isinstance(m, Metadata)
         if save and k is not None:
-            # The pool divides by the scales; to a cache of 16 bits it writes keys as they are.
+            # The pool divides by the scales; it writes keys unchanged to a 16-bit cache.
             self.pool.set_kv_buffer(
                 layer, KVWriteLoc(b.out_cache_loc, m.window_slots), k, v, *self._scales(layer).values()
             )

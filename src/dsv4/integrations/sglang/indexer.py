@@ -26,7 +26,7 @@ def forward_c4_indexer(
     skip_compressor: bool = False,
     q_lora_quant: Any = None,
 ) -> None:
-    """Fills core_metadata.c4_sparse_page_indices. It replaces the method of C4IndexerBackendMixin."""
+    """Fill core_metadata.c4_sparse_page_indices. It replaces the method of C4IndexerBackendMixin."""
     if forward_batch.forward_mode.is_idle():
         return
     index, core = self.forward_metadata.indexer_metadata, self.forward_metadata.core_metadata

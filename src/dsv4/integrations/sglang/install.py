@@ -9,7 +9,7 @@ INTERFACE = "sglang.kernels.ops.attention.flash_mla_interface"
 REPLACED = {
     f"{INTERFACE}.flash_mla_with_kvcache": v4.flash_mla_with_kvcache,
     f"{INTERFACE}.flash_mla_sparse_fwd": v4.flash_mla_sparse_fwd,
-    # asked before flash_mla_with_kvcache, for V4.1 on Blackwell
+    # called before flash_mla_with_kvcache, for V4.1 on Blackwell
     "sglang.kernels.ops.attention.dsv4.decode_attention_sm100.can_use_swapab_attention": v4.no_other_kernel,
 }
 INDEXER = "sglang.srt.layers.attention.dsv4.indexer.C4IndexerBackendMixin.forward_c4_indexer"
@@ -24,7 +24,7 @@ COMPRESSOR = "sglang.srt.layers.attention.dsv4.compressor_v2.compress_norm_rope_
 INSERTION = (
     "sglang.srt.mem_cache.deepseek_v4_memory_pool.DeepSeekV4TokenToKVPool.set_swa_key_buffer_radix_fused_norm_rope"
 )
-# reached in place of the two functions above, with other layouts of queries or results
+# functions that SGLang may call instead of the two above, with other layouts of queries or results
 BYPASSES = {
     f"{INTERFACE}.flash_mla_mega_prefill": "fused norm and RoPE around attention",
     f"{INTERFACE}.flash_mla_mega_decode": "fused norm and RoPE around attention",

@@ -31,7 +31,7 @@ def insert(
     positions: Tensor,
     q: Tensor | None = None,
 ) -> None:
-    """Writes kv [N, 512] to the slots swa_loc of the window. It replaces
+    """Write kv [N, 512] to the slots swa_loc of the window. It replaces
     DeepSeekV4TokenToKVPool.set_swa_key_buffer_radix_fused_norm_rope."""
     if q is not None:
         refuse("q", "queries that are rotated in the same launch", "none: CUDA or a CPU")

@@ -45,11 +45,11 @@ BACKEND = "DSV4_GLUON"
 DENSE = "dsv4.integrations.vllm.dense.Backend"
 PLUGIN = "dsv4"  # the name of the entry point, in VLLM_PLUGINS
 
-# "decode", "prefill", "index decode", "index prefill", "index keys", "compress", "insert", "experts", "dense decode",
-# "dense prefill": of this process
+# counts of this process: "decode", "prefill", "index decode", "index prefill", "index keys", "compress", "insert",
+# "experts", "dense decode", "dense prefill"
 calls: Counter[str] = Counter()
 
-# vLLM configures the loggers below its own name only, and perhaps after plug-ins are loaded: warnings are seen anyway.
+# vLLM configures the loggers below its own name only, and perhaps after plug-ins are loaded; warnings appear anyway.
 logger = logging.getLogger("vllm.dsv4")
 _said = ""  # what say() logged last
 

@@ -150,7 +150,7 @@ def interleaved_rows() -> bool:
 
 
 def other_version() -> str | None:
-    """Says which version of vLLM is installed if the plug-in was not tested with it; else None."""
+    """Return the installed version of vLLM if the plug-in was not tested with it; else None."""
     import vllm
 
     tested = ".".join(vllm.__version__.split(".")[:2]) in TESTED

@@ -78,7 +78,8 @@ class Indexer(torch.nn.Module):
     def _prefill(self, m: Any, q: Tensor, weights: Tensor) -> None:
         from vllm.model_executor.layers.sparse_attn_indexer import PrefillRowShard
 
-        # A rank's part of very many tokens. Blocks are not exchanged: with them every rank chooses for all tokens.
+        # For very many tokens a rank chooses for its part only; blocks are not exchanged, so with them it chooses for
+        # all.
         shard = None if self.blocks is not None else PrefillRowShard.from_metadata(m.prefill, m.num_decode_tokens)
         for chunk in m.prefill.chunks:
             part = chunk.token_start, chunk.token_end, chunk.cu_seqlen_ks, chunk.cu_seqlen_ke
@@ -122,7 +123,7 @@ class Indexer(torch.nn.Module):
     ) -> None:
         keys = self.k_cache.kv_cache
         cache = dsv4.IndexCache.from_pages(keys, format=INDEX_68 if keys.shape[-1] == INDEX_68.row_bytes else None)
-        # Memory and time go with the width of the table; kernels are compiled for its powers of two.
+        # Memory and time are proportional to the width of the table; kernels are compiled for its powers of two.
         pages = 1 << (-(-longest // (self.ratio * cache.rows_per_page)) - 1).bit_length() if longest else 1
         given = q[some], cache, weights[some], self.topk
         options: dict[str, Any] = dict(

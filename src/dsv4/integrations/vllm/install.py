@@ -24,7 +24,7 @@ from dsv4.integrations.vllm import (
 MARK = "_dsv4_wrapped"
 
 
-asked = False  # whether a configuration that another process sent asks for dsv4
+asked = False  # whether a configuration that another process sent requests dsv4
 ready = False  # vLLM has called register() in this process
 on = False
 
@@ -100,7 +100,7 @@ def _pickled(member: Any) -> tuple[Any, tuple[Any, ...]]:
 def backend_member() -> Any:
     """Return the name, in a process that another one sends it to."""
     global asked
-    # In either case vLLM's own attention would serve under the name.
+    # In either case vLLM's own attention would run under dsv4's name.
     if switch() is False:
         refuse(SWITCH, f"0 in a process with --attention-backend {BACKEND}", "1 or unset in every process")
     if not plugin_allowed():

@@ -107,7 +107,7 @@ class Forward(Served):
         )
 
     def _begin(self, vllm_config: Any, where: str, heads: int) -> None:
-        """Runs after vLLM's constructor."""
+        """Run after vLLM's constructor."""
         if "compressor" in parts():
             for made in (self.compressor, self.indexer and self.indexer.compressor):
                 if made is not None:

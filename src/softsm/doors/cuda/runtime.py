@@ -79,11 +79,11 @@ class Runtime:
         self.variables: dict[str, np.ndarray] = {}
         self.live: dict[int, tuple[int, np.ndarray]] = {}  # address -> size, what keeps it
         self.texts: list[str] = []
-        self.dynamic: dict[Kernel, int] = {}  # most bytes of dynamic shared memory that the program asked for
+        self.dynamic: dict[Kernel, int] = {}  # most bytes of dynamic shared memory that the program requested
         self.workspace = np.zeros(2, np.uint32)  # for cooperative launches: the size, and the barrier of the grid
         self.count = 0
         self.failure: BaseException | None = None
-        self.flush: Callable[[], None] = lambda: None  # what the host has printed comes first
+        self.flush: Callable[[], None] = lambda: None  # prints what the host has buffered first
 
     def served(self, name: str, function: Callable) -> Callable:
         """Wraps a function that C calls: no exception leaves it."""

@@ -36,7 +36,7 @@ CORRECTIONS: dict[str, list[tuple[str, str]]] = {
     "deep_gemm/epilogue/sm100_store_cd_swap_ab.cuh": [
         (r"epilogue_type_t::apply_index_n<", "epilogue_type_t::template apply_index_n<")
     ],
-    # ThunderKittens: special registers in asm with operands are written with %%; nvcc also takes %. A template that
+    # ThunderKittens: special registers in asm with operands are written with %%; nvcc also accepts %. A template that
     # nothing uses names an operand that is not there. `typename`, and commas between operands of asm, are missing.
     "include/common/util.cuh": [(r"(?<!%)%(n?cluster)", r"%%\1")],
     "ops/thread/util/sync.cuh": [(r"(?<!%)%clock64", "%%clock64")],

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 
-# The module, not the class: Triton takes every concrete backend class it finds in an entry-point module.
+# The module, not the class: Triton uses every concrete backend class that it finds in an entry-point module.
 import triton.backends.nvidia.compiler as nvidia
 
 EXTENSION = "softsm"  # not "ptx": that file would be read back as bytes, and programs expect asm["ptx"] to be text

@@ -40,7 +40,7 @@ def _is_index(x: object) -> bool:
     return isinstance(x, int) and not isinstance(x, bool)
 
 
-# Their gradients are summed in the input's own type on a CPU, and in float32 on a GPU.
+# Functions whose gradients are summed in the input's own type on a CPU, and in float32 on a GPU.
 _SUMS_IN_HALF = (torch.nn.functional.layer_norm, torch.nn.functional.group_norm)
 _MOVES = (torch.Tensor.cuda, torch.Tensor.cpu)
 _IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
@@ -55,7 +55,7 @@ def do_on_cpu(func, *args, **kwargs):
         wide = [x.float() if isinstance(x, torch.Tensor) else x for x in args]
         kwargs = {k: x.float() if isinstance(x, torch.Tensor) else x for k, x in kwargs.items()}
         return func(*wide, **kwargs).to(args[0].dtype)
-    if func is torch.histc and not args[0].is_floating_point():  # the CPU's takes floats only
+    if func is torch.histc and not args[0].is_floating_point():  # the CPU's function accepts floats only
         return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
     kwargs = {k: _on_cpu(v) for k, v in kwargs.items() if k != "pin_memory"}
     if _is_index(kwargs.get("device")):
@@ -95,7 +95,7 @@ def _empty_strided(size, stride, *, device=None, pin_memory=None, **options):
     return torch.empty_strided(size, stride, device=CPU, **options)
 
 
-# What torch's own code allocates on "cuda" below every mode: torch.ops.aten, and operators written in C++.
+# Functions with which torch's own code allocates on "cuda" below every mode: torch.ops.aten, and operators in C++.
 ALLOCATORS = {"empty.memory_format": _empty, "empty_strided": _empty_strided}
 
 

@@ -86,7 +86,7 @@ class Use(InUse):
         import triton.backends.nvidia.compiler as nvidia_compiler
         import triton.backends.nvidia.driver as nvidia_driver
 
-        # exactly one backend and one driver may answer for "cuda"
+        # exactly one backend and one driver may serve "cuda"
         self._patches.set(nvidia_compiler.CUDABackend, "supports_target", staticmethod(lambda target: False))
         self._patches.set(nvidia_driver.CudaDriver, "is_active", staticmethod(lambda: False))
         if len(in_use.stack) == 1:

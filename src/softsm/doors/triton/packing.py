@@ -18,7 +18,7 @@ from softsm.memory.global_memory import GlobalMemory
 
 INTEGER_BYTES = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "u1": 1, "u8": 1, "u16": 2, "u32": 4, "u64": 8}
 TFLOAT32 = 11  # CU_TENSOR_MAP_DATA_TYPE_TFLOAT32
-L2_128B = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B, as Triton's own driver asks
+L2_128B = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B, as in Triton's own driver
 TRITON_36 = triton.__version__.startswith("3.6.")
 
 

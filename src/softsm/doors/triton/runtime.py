@@ -23,7 +23,7 @@ REGISTERS = 64  # programs divide by a kernel's register count
 
 
 class Launcher:
-    """Built once per compiled kernel; called for every launch."""
+    """Launches a compiled kernel: built once per kernel, called for every launch."""
 
     def __init__(self, src, metadata):
         self.names = [str(n) for n in src.signature]
@@ -72,7 +72,7 @@ class Launcher:
 
 def _sms() -> int:
     state = in_use.current()
-    return state.sms if state is not None else in_use.DEFAULT_SMS  # a compiled kernel kept beyond softsm's time
+    return state.sms if state is not None else in_use.DEFAULT_SMS  # a compiled kernel may outlive the use of softsm
 
 
 def _scratch(size: int, align: int, allocate, stream):
@@ -93,7 +93,7 @@ def _zeros(size: int, align: int, stream) -> torch.Tensor:
 
 
 class Event:
-    """Host time. Never measures nothing: Triton 3.6 divides by it."""
+    """An event that measures host time, never 0, because Triton 3.6 divides by it."""
 
     def __init__(self, enable_timing: bool = False, **_):
         self.time = 0.0
@@ -118,7 +118,7 @@ def bench_once(call, *args, quantiles=None, return_mode="mean", **_):
     """Replaces `do_bench` while softsm is in use: one call, and its predicted time within `softsm.timing()`, else a
     microsecond for a thousand warp instructions. So an autotuner's choice, and with it the result of a program, does
     not depend on how busy the machine is."""
-    if in_use.current() is None:  # an autotuner kept this function beyond softsm's time
+    if in_use.current() is None:  # an autotuner may keep this function after the use of softsm
         import triton.testing
 
         return triton.testing.do_bench(call, *args, quantiles=quantiles, return_mode=return_mode)
@@ -136,7 +136,7 @@ def bench_once(call, *args, quantiles=None, return_mode="mean", **_):
 
 
 class Utils:
-    """What Triton's generated module offers: loading, device properties."""
+    """Replaces Triton's generated module: loading, device properties."""
 
     def __init__(self, driver: SoftsmDriver):
         self.driver = driver
@@ -172,7 +172,7 @@ class Utils:
 
 
 class SoftsmDriver(DriverBase):
-    """Derived from DriverBase: GPUDriver would bind torch.cuda when it is made."""
+    """The driver, derived from DriverBase because GPUDriver binds torch.cuda when it is made."""
 
     def __init__(self, arch: str | None = None, sms: int | None = None):
         self.arch = arch or in_use.active_arch() or in_use.DEFAULT_ARCH

@@ -103,7 +103,7 @@ def prepare_tiles(program: Program, x: Packed) -> None:
     of_keys, of_rows = ((row_tiles(n, x.sequences), x.batch * x.heads) for n in (x.keys, x.rows))
     dk, dv = x.dk, x.dv
     if dk is not None or dv is not None:
-        # Both come from one launch.
+        # One launch computes both.
         dk, dv = (program.workspace("unwanted", x.k.shape, x.k.dtype) if y is None else y for y in (dk, dv))
     if x.sums is not None:
         arguments = common | dict(

@@ -154,7 +154,7 @@ def fmha_forward(
 
         memory = make_memory(tensors.q_ptr.dtype.element_ty, D, BM, BN, TILES, SLOTS, P_TMEM)
 
-        # The tensors of this sequence. 64-bit: a batch may be larger than 2^31 elements.
+        # The tensors of this sequence. Offsets have 64 bits: a batch may be larger than 2^31 elements.
         here = RowTensors(
             tensors.q_ptr + (seq.to(gl.int64) * strides.q_batch + q_start.to(gl.int64) * strides.q_token) * 8,
             tensors.out_ptr + (seq.to(gl.int64) * strides.out_batch + q_start.to(gl.int64) * strides.out_token) * 8,

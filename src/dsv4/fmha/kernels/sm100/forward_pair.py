@@ -133,7 +133,7 @@ def softmax_role(arguments, memory, num_tiles):
         token = divide(row, group)
         row_first = first_key(token, tokens, keys, left)
         row_end = end_key(token, tokens, keys, right)
-        # Keys that all rows see; inside them no mask is needed.
+        # All rows see these keys, so no mask is needed there.
         token_last = gl.minimum(divide(first_row + ROWS - 1, group), tokens - 1)
         full_first = first_key(token_last, tokens, keys, left)
         full_end = end_key(divide(first_row, group), tokens, keys, right)

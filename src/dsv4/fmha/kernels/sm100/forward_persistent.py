@@ -57,7 +57,7 @@ def work_tile_at(tile_id, arguments, M: gl.constexpr, BN: gl.constexpr):
     """Return (first row, WorkTile, sequence) of a work tile."""
     tensors, sizes, strides, opts = arguments.tensors, arguments.sizes, arguments.strides, arguments.opts
     seq, head, tile_row, first, tiles = locate(tile_id, arguments, M, BN)
-    # 64-bit: a batch may be larger than 2^31 elements.
+    # Offsets have 64 bits: a batch may be larger than 2^31 elements.
     here = RowTensors(
         tensors.q_ptr + seq.to(gl.int64) * strides.q_batch * 8,
         tensors.out_ptr + seq.to(gl.int64) * strides.out_batch * 8,

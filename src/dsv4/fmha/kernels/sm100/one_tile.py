@@ -113,7 +113,7 @@ def softmax_role(memory, work_tile, tile_row, sign, D: gl.constexpr, P_TMEM: gl.
         memory.s_ready.wait(j % 2, (j // 2) % 2)
         column = tiles.first + (tiles.begin + j) * BN
         masked = bounds.bad | (column < bounds.full_first) | (column + BN > bounds.full_end)
-        if P_TMEM:  # two copies of the step: a branch around the mask alone would move all scores to other registers
+        if P_TMEM:  # the step exists twice: a branch around the mask alone would move all scores to other registers
             if masked:
                 m, l = step(memory, bounds, m, l, j, column, scale, True, P_TMEM, KV_LOAD)
             else:

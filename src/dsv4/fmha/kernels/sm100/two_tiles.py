@@ -179,7 +179,7 @@ def attend(memory, work_tile, tile_row, before, TILE: gl.constexpr, KV_LOAD: gl.
         memory.s_ready.wait(TILE, (before + j) % 2)
         column = tiles.first + (tiles.begin + j) * BN
         masked = bounds.bad | (column < bounds.full_first) | (column + BN > bounds.full_end)
-        # Two copies of the step: a branch around the mask alone would move all scores to other registers.
+        # The step exists twice, because a branch around the mask alone would move all scores to other registers.
         if masked:
             m, l = step(memory, bounds, m, l, j, before, column, scale, True, TILE, KV_LOAD)
         else:

@@ -37,7 +37,7 @@ from dsv4.runtime.program import Program
 
 DECODE_ROWS = 16  # most rows of decode.py
 THREE_ROLES = 1.31  # time of a step of 192 rows with a causal mask at head dim 64, in steps of 128 rows
-THREE_WITH_MASKS = 1.4  # the same where the loop asks for masks: 1.34 to 1.37 on five shapes, 1.5 for 900 tokens
+THREE_WITH_MASKS = 1.4  # the same if the loop tests for masks: 1.34 to 1.37 on five shapes, 1.5 for 900 tokens
 FEW_KEYS = 128  # most keys of row tiles with 64 keys at a time at head dim 64
 L2_BYTES = 24 << 20  # bytes of keys that CTAs may read at one time
 FEW = 0.45  # row tiles per SM, from which on the looping kernel may pay
@@ -86,7 +86,7 @@ def tiling(p: FmhaProblem, target: Target) -> Tiling:
     # instead of 395. The host does not know how many keys precede a prompt.
     prompt = p.kind == "paged" and p.head_dim == 128 and p.max_seqlen_q <= 512 and not (p.e4m3 or p.deterministic)
     if few or short or prompt or p.head_dim == 64:
-        # One warpgroup with 2 * maxnreg - PRODUCER_REGS registers; with maxnreg 128 two CTAs share an SM.
+        # The only attend warpgroup gets 2 * maxnreg - PRODUCER_REGS registers; with maxnreg 128 two CTAs share an SM.
         keys, stages, producer, maxnreg = {64: (128, 3, 40, 128), 128: (64, 3, 40, 128), 256: (64, 2, 96, 168)}[
             p.head_dim
         ]
@@ -166,7 +166,7 @@ def swaps(p: FmhaProblem) -> bool:
 
 def _looping(p: FmhaProblem, target: Target) -> Tiling:
     """Return the settings for one CTA per SM that loops over the row tiles."""
-    # At head dim 128 two stages cost 8 %, a load warp of 24 registers 15 %.
+    # At head dim 128 two stages would cost 8 %, a load warp of 24 registers 15 %.
     keys, stages, regs, producer = {64: (128, 3, 240, 24), 128: (128, 3, 232, 40), 256: (64, 2, 240, 24)}[p.head_dim]
     varlen = p.kind == "varlen"
     pdl = dict(launch_pdl=True) if varlen else {}  # launched early behind the kernel that lists its row tiles
@@ -178,7 +178,7 @@ def _looping(p: FmhaProblem, target: Target) -> Tiling:
     diagonal = causal and 64 % p.group == 0 and ahead % (64 // p.group) == 0
     full = p.left < 0 and p.right < 0
     if p.head_dim == 64 and (p.right < 0 or causal):
-        # The softmax limits this head dim: three warpgroups hide more of it.
+        # At this head dim the softmax is the limit, and three warpgroups hide more of it.
         three = None if varlen else order_of(p, 192, keys, target.num_sms)
         masks = causal and not diagonal
         step = THREE_WITH_MASKS if masks else THREE_ROLES

@@ -93,7 +93,7 @@ def load_tiles(
     D: gl.constexpr = k.slots.shape[2]
     CK: gl.constexpr = D if COLUMNS is None else COLUMNS
     CV: gl.constexpr = D if V_COLUMNS is None else V_COLUMNS
-    # Keys of another sequence may stay: their scores are masked. Values may not: 0 * NaN is NaN.
+    # Keys of another sequence may stay, because their scores are masked. Values may not: 0 * NaN is NaN.
     K_LOAD: gl.constexpr = DENSE if KV_LOAD == ROWS and not SAME_KV else KV_LOAD
     for tile in range(tiles.begin, tiles.end):
         row = tiles.first + (-tile if DOWN else tile) * BN

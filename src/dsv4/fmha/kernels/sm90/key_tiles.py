@@ -120,7 +120,7 @@ def list_key_tiles(list_ptr, sequences, tiles):
     for first in range(0, end - begin, AT_ONCE):
         tile = first + gl.arange(0, AT_ONCE, layout=L)
         place = gl.where(tile < mine, longer + tile, unused + tile - mine)
-        there = (tile < end - begin) & (place < tiles)  # starts that fall, which a GPU does not check, ask for more
+        there = (tile < end - begin) & (place < tiles)  # decreasing starts, which a GPU does not check, would need more
         gl.store(list_ptr + 2 * place, s + gl.zeros_like(tile), mask=there)
         gl.store(list_ptr + 2 * place + 1, tile, mask=there)
 
@@ -151,7 +151,7 @@ def locate(number, problem, D: gl.constexpr, ROWS: gl.constexpr, VARLEN: gl.cons
         if LISTED:
             seq = gl.load(order.list_ptr + 2 * tile)
             key = gl.load(order.list_ptr + 2 * tile + 1) * 128
-            seq = gl.minimum(gl.maximum(seq, 0), whole.sequences - 1)  # a list of starts that fall has gaps
+            seq = gl.minimum(gl.maximum(seq, 0), whole.sequences - 1)  # a list of decreasing starts has gaps
             tile = gl.load(tensors.cu_k_ptr + seq) // 128 + seq + key // 128
             tile = gl.minimum(gl.maximum(tile, 0), order.tiles - 1)
         else:

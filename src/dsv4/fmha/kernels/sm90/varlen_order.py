@@ -48,7 +48,7 @@ class Rows(NamedTuple):
 
     group: Value  # rows of a query
     kv_heads: Value
-    most: Value  # entries; starts that fall, which a GPU does not check, may ask for more
+    most: Value  # entries; decreasing starts, which a GPU does not check, may need more
 
 
 @gluon.jit

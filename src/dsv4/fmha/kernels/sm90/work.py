@@ -89,14 +89,14 @@ def clear_rest(tensors, sizes, strides, opts, D: gl.constexpr, KV_LOAD: gl.const
 def make_work_tile(coord, tensors, sizes, strides, opts, k_desc, v_desc, KV_LOAD: gl.constexpr):
     """Return (WorkTile, Source)."""
     seq, head, tokens, keys = coord.seq, coord.head, coord.tokens, coord.keys
-    # The tensors of this sequence. 64-bit: a batch may be larger than 2^31 elements.
+    # The tensors of this sequence. Offsets have 64 bits: a batch may be larger than 2^31 elements.
     q_ptr = tensors.q_ptr + (seq.to(gl.int64) * strides.q_batch + coord.q_start.to(gl.int64) * strides.q_token) * 8
     out_ptr = (
         tensors.out_ptr + (seq.to(gl.int64) * strides.out_batch + coord.q_start.to(gl.int64) * strides.out_token) * 8
     )
     lse_ptr = tensors.lse_ptr + (seq.to(gl.int64) * strides.lse_batch + coord.q_start.to(gl.int64) * strides.lse_token)
     table_ptr = tensors.table_ptr + seq.to(gl.int64) * sizes.table_stride
-    # Row of the partial results: split-major, then as the rows of q (token, head).
+    # The row of the partial results: split-major, then in the order of q's rows (token, head).
     part_row = coord.split.to(gl.int64) * sizes.total_q + coord.q_start
     outer = 0
     if KV_LOAD != ROWS:

@@ -295,7 +295,7 @@ def write_scores(first, products, highest, visible, w, to):
     T: gl.constexpr = sums(gl.zeros([N, EACH * HEADS], gl.float32, ACC), EACH, HEADS).type.layout
     G: gl.constexpr = maxima(gl.zeros([N, EACH], gl.float32, T), GROUP).type.layout
     B: gl.constexpr = maxima(gl.zeros([N, EACH], gl.float32, T), BLOCK).type.layout
-    # 2^(highest - 127); and 0, or NaN where that is NaN.
+    # 2^(highest - 127), and 0, or NaN if that is NaN.
     power = gl.maximum(highest << 23, 0x400000).to(gl.float32, bitcast=True)
     factors = gl.convert_layout(power * to.factor, gl.SliceLayout(1, T))[:, None]
     nothing = gl.convert_layout(power * 0.0, gl.SliceLayout(1, T))[:, None]
@@ -307,7 +307,7 @@ def write_scores(first, products, highest, visible, w, to):
         if to.BF16:
             total = bf16(sums(bf16(relu(bf16(product)) * w[i][None, :]), EACH, HEADS)) * factors + nothing
         else:
-            # Twice the ReLU, which one addition computes faster than a maximum; the weights are halved.
+            # This is twice the ReLU, which one addition computes faster than a maximum; the weights are halved.
             total = sums((product + gl.abs(product)) * w[i][None, :], EACH, HEADS) * factors + nothing
         query = to.begin + i * EACH + gl.arange(0, EACH, layout=visible[i].type.layout)
         mine = gl.where((query >= to.first) & (query < to.last), visible[i], 0)

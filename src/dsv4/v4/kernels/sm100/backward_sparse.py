@@ -158,7 +158,7 @@ def add_role(memory, target, terms, query, PART: gl.constexpr, ATOMIC: gl.conste
     which half of dkv."""
     L: gl.constexpr = memory.dkv.slice(0, 64).get_reg_layout()
     # A lane has columns of one row. A warp must add whole sectors at once: L2 updates a sector at a time. Its 16 rows
-    # stay with it, so that no other warp is waited for.
+    # stay with it, so that it waits for no other warp.
     LINES: gl.constexpr = gl.BlockedLayout([8, 4], [2, 16], [4, 1], [1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, LINES if ATOMIC else L)
     slot = gl.arange(0, 64, layout=gl.SliceLayout(1, L)).to(gl.int64)
@@ -169,7 +169,8 @@ def add_role(memory, target, terms, query, PART: gl.constexpr, ATOMIC: gl.conste
         if not ATOMIC:
             if PART == 0:
                 keep_undo(target, query, undo)
-    # Not unrolled: the compiler merges two loads of the same tensor memory, whatever waits are between them.
+    # This loop is not unrolled: the compiler merges two loads of the same tensor memory, whatever waits are between
+    # them.
     for half in range(0, 2 * query.blocks):
         block = half // 2
         rows = numbers(query, block, ROWS)

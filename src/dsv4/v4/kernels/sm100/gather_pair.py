@@ -282,7 +282,7 @@ def gather_role(
     later = numbers_at(lists, begin + 2, end, pools.compressed, KV_INDEX, KEYS, ONE)
     for tile_id in range(gl.program_id(0), sizes.num_tiles, gl.num_programs(0)):
         n = end - begin
-        # Numbers of the block before. Not `number` to begin with: Triton would not see that the loop changes it.
+        # The numbers of the previous block. Not `number` at first: Triton would not see the change.
         before = gl.full([KEYS], -1, gl.int32, gl.SliceLayout(1, ONE))
         for i in range(0, n):
             rows = pools.window.rows
@@ -295,7 +295,7 @@ def gather_role(
             gather_block(
                 lists, begin + i, number, pools, memory, place, at + use, False, KV_INDEX, LOADS, UNITS, FORMATS
             )
-            # Here, and none in the first turn: the wait for `number` of the next turn is one for these too.
+            # Load here, but not in the first turn: the wait for the next `number` also waits for these loads.
             if i > 0:
                 later = numbers_at(lists, begin + i + 2, end, pools.compressed, KV_INDEX, KEYS, ONE)
             if i > 0:

@@ -88,7 +88,7 @@ def attend(
     m = gl.full([HEADS], softmax.LOWEST, gl.float32, gl.SliceLayout(0, LS))
     factor = gl.full([HEADS], 0.0, gl.float32, gl.SliceLayout(0, LS))
     l = gl.zeros([KEYS // 16, 8, HEADS], gl.float32, LP)
-    # One iteration more than blocks: every part of the code exists once.
+    # The loop has one iteration more than there are blocks, so that every part of the code exists once.
     for block in range(begin, end + 1):
         pool, wanted = pool_of(pools, block < lists.window_blocks), number
         if FORMAT.coded > 0 and ONE:
