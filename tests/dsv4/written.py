@@ -54,8 +54,9 @@ def written(kinds, arch, d=512, dtype="bf16", sizes=SIZES):
 
 @cache
 def _written(kinds, arch, d, dtype, sizes):
-    return {
-        name(arch, one.kernel, one.arguments, one.constants)
-        for part in variants.wanted(kinds, [d], [dtype])
-        for one in variants.launches(part, sizes, arch)
-    }
+    return set().union(*(of_part(part, arch, sizes) for part in variants.wanted(kinds, [d], [dtype])))
+
+
+@cache
+def of_part(part, arch, sizes=SIZES):
+    return {name(arch, one.kernel, one.arguments, one.constants) for one in variants.launches(part, sizes, arch)}

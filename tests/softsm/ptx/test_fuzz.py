@@ -4,6 +4,7 @@ pytest would end."""
 from __future__ import annotations
 
 import re
+import string
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -53,6 +54,8 @@ $L2: mov.f64 %rd1, -1.5e3;
 
 PIECES = sorted(set(re.findall(r"[\w$%.:]+|\S", PTX)))
 WHOLE = PTX.split("\n")
+# All of Unicode takes seconds to set up.
+CHARACTERS = string.printable + "\0\x1b\x7f\xa0\xe9\u0660\u2028\ufeff\U0001d518"
 
 
 def answers(text: str) -> None:
@@ -71,7 +74,11 @@ edits = st.lists(
     st.tuples(
         st.integers(0, len(PTX)),
         st.integers(0, 12),  # characters taken out
-        st.one_of(st.sampled_from(PIECES), st.text(max_size=4), st.sampled_from(["{", "}", ";", "(", '"', "/*", "\n"])),
+        st.one_of(
+            st.sampled_from(PIECES),
+            st.text(CHARACTERS, max_size=4),
+            st.sampled_from(["{", "}", ";", "(", '"', "/*", "\n"]),
+        ),
     ),
     min_size=1,
     max_size=4,

@@ -1,5 +1,6 @@
 """From a few clusters to the whole grid."""
 
+from functools import cache
 from types import SimpleNamespace
 
 import numpy as np
@@ -41,6 +42,7 @@ def test_the_last_cta_ends_as_if_each_took_the_first_free_place(ctas, slots, equ
     assert grid.makespan(durations, slots, 0.5) == pytest.approx(one_after_another(durations.tolist(), slots, 0.5))
 
 
+@cache
 def timed(odd: int) -> model.Model:
     with softsm.timing("h200") as timer:
         softsm.load(UNEVEN).launch(132 * 100 + 1 + odd, 128, [np.zeros(128, np.float32), odd])
