@@ -9,44 +9,17 @@ import torch
 from dsv4.caches.formats import INDEX_132
 from dsv4.caches.mxfp4_keys import INDEX_68
 from dsv4.fmha.kernels.prepare import is_aligned
-from dsv4.index.kernels.arguments import (
-    BlockLists,
-    Chosen,
-    IndexKeys,
-    IndexQueries,
-    IndexScores,
-    KeyLists,
-    Owners,
-    ScoreSource,
-    TablePages,
-    TopKLists,
-)
-from dsv4.index.kernels.blocks import index_blocks_kernel
-from dsv4.index.kernels.choose import index_choose
-from dsv4.index.kernels.gather import index_gather, index_rank
+from dsv4.index.kernels.arguments import IndexKeys, IndexQueries, IndexScores, Owners
+from dsv4.index.kernels.choice import Part
 from dsv4.index.kernels.scores import BATCH, FP4_BOTH, FP4_KEYS, HIGHEST, ONE, OWN, SAME, STARTS
-from dsv4.index.kernels.select import index_select
 from dsv4.index.problem import IndexProblem
 from dsv4.index.sizes import (
     BLOCK,
-    GROUP,
-    HELD,
-    HELD_KEYS,
     INDEX_PIECE,
-    LINE_UNIT,
     MAX_TOPK,
-    MAX_TOPK_BY_GROUPS,
-    MOST_EACH,
     block_words,
-    cut_by_rows,
     index_block,
-    index_candidates,
-    index_each,
-    index_groups,
-    index_kept,
-    index_line,
     index_list_words,
-    index_room,
     index_shares,
     index_splits,
     index_words,
@@ -103,25 +76,11 @@ def prepare_topk(p: IndexProblem, target: Target, program: Program, kernel: Any,
     owner, owners = _owners(p, program)
     q, k = _aligned_rows(program, p.q), _aligned_rows(program, p.k) if p.format is None else p.k
     for first in range(0, p.batch, step):
-        count = min(step, p.batch - first)
-        # The data that the choice of blocks reads and keeps lies behind all others.
-        behind = 0
-        if p.topk_blocks:
-            behind = (scratch.numel() - count * block_words(p.columns, p.topk_blocks)) // 4 * 4
-        shares = index_shares(count, target.num_sms, p.columns, p.topk, p.topk_blocks)
-        lists = _key_lists(p, scratch, first, count, behind, shares)
-        scores = _scores(p, scratch, count, behind, lists)
-        _score(p, target, program, kernel, tiling, owner, owners, q, k, scores, first, count)
-        if lists is not None:
-            _gather(p, program, owner, owners, scores, lists, count, shares)
-            continue
-        few = index_line(p.columns) // GROUP <= INDEX_PIECE or index_candidates(p.columns, p.topk) > 0
-        if p.topk <= MAX_TOPK_BY_GROUPS and few:
-            _choose(p, target, program, owner, owners, scratch, first, count)
-        else:
-            _select(p, program, owner, owners, scratch, first, count)
-        if p.topk_blocks:
-            _keep_blocks(p, program, owner, owners, scratch, first, count, behind)
+        part = Part(p, target, program, owner, owners, scratch, first, min(step, p.batch - first))
+        lists = part.key_lists()
+        scores = part.scores(lists)
+        _score(part, kernel, tiling, q, k, scores)
+        part.choose(scores, lists)
     for asked, written in zip(given, (p.out, p.scores), strict=True):
         if written is not None and written.index != asked.index:
             program.copy(asked, written)
@@ -175,33 +134,8 @@ def _owners(p: IndexProblem, program: Program) -> tuple[int, Owners]:
     )
 
 
-def _lists(p: IndexProblem) -> TopKLists:
-    assert p.out is not None
-    return TopKLists(
-        ptr=p.out,
-        line=p.out.stride(0),
-        scores_ptr=Null(torch.float32) if p.scores is None else p.scores,
-        scores_line=0 if p.scores is None else p.scores.stride(0),
-        want_scores=int(p.scores is not None),
-        topk=p.topk,
-        pages=TablePages(p.k.shape[0], p.k.shape[1]),
-    )
-
-
-def _score(
-    p: IndexProblem,
-    target: Target,
-    program: Program,
-    kernel: Any,
-    tiling: Tiling,
-    owner: int,
-    owners: Owners,
-    q: Slot,
-    k: Slot,
-    scores: IndexScores,
-    first: int,
-    count: int,
-) -> None:
+def _score(part: Part, kernel: Any, tiling: Tiling, q: Slot, k: Slot, scores: IndexScores) -> None:
+    p, target, owner, first, count = part.p, part.target, part.owner, part.first, part.count
     # Queries of one sequence share the keys that a program reads, unless each has its own blocks.
     each = 1 if owner == OWN.value or p.among is not None else p.batch // max(p.sequences, 1)
     heads, dims = max(16, power_of_two(p.q_heads)), max(64, power_of_two(p.head_dim))
@@ -237,7 +171,7 @@ def _score(
             _stride_16(k, 1) if p.format is None else p.format.data_step // 16,
             *inverse_of(p.k.shape[1]),
         ),
-        owners=owners,
+        owners=part.owners,
         scores=scores,
         # FP4 keys were multiplied by a power of two.
         factor=float(p.scale) * (2.0**-HIGHEST.value if p.fp4 else 1.0),
@@ -256,7 +190,7 @@ def _score(
         BLOCKS=p.topk_blocks > 0,
         BF16=p.options.bf16_scores,
     )
-    program.launch(
+    part.program.launch(
         kernel,
         (blocks, splits),
         arguments,
@@ -291,215 +225,6 @@ def _fp4_boxes(k: Slot, keys: int, scales_of: int) -> tuple[TensorDescriptor, Te
         TensorDescriptor(words, [pages, rows, 16], [apart, 16, 1], [1, keys, 16], gl.NVMMASharedLayout(64, 32, rank=3)),
         TensorDescriptor(scales, [pages, rows], [apart, 1], [1, scales_of], gl.NVMMASharedLayout(0, 32, rank=2)),
     )
-
-
-def _maxima(p: IndexProblem, scratch: Slot, count: int) -> Slot:
-    """Return the slot of the maxima, which lies behind the scores."""
-    line = index_line(p.columns)
-    return scratch.words(count * line, count * line // GROUP, torch.float32)
-
-
-def _block_maxima(p: IndexProblem, scratch: Slot, count: int, behind: int) -> Slot:
-    return scratch.words(behind, count * (index_line(p.columns) // BLOCK), torch.float32)
-
-
-def _scores(p: IndexProblem, scratch: Slot, count: int, behind: int, lists: KeyLists | None) -> IndexScores:
-    return IndexScores(
-        ptr=scratch,
-        line=index_line(p.columns),
-        maxima_ptr=_maxima(p, scratch, count),
-        maxima_line=index_line(p.columns) // GROUP,
-        blocks_ptr=_block_maxima(p, scratch, count, behind) if p.topk_blocks else Null(torch.float32),
-        blocks_line=index_line(p.columns) // BLOCK,
-        counts_ptr=Null(torch.int32) if lists is None else lists.counts_ptr,
-        counted=int(lists is not None),
-    )
-
-
-def _key_lists(p: IndexProblem, scratch: Slot, first: int, count: int, behind: int, shares: int) -> KeyLists | None:
-    """Return key lists behind the maxima, if several CTAs choose the rows of a query and there is room."""
-    line = index_line(p.columns)
-    at = count * (line + line // GROUP)
-    words = count * index_list_words(p.columns, shares, p.topk, p.topk_blocks)
-    if shares == 1 or at + words > (behind or scratch.numel()) or index_groups(p.columns) > MOST_EACH * INDEX_PIECE:
-        return None  # a plan for other problems may have reserved less room
-    sizes = [index_room(p.columns, p.topk), shares * index_kept(p.columns, p.topk)]
-    if p.topk_blocks:
-        sizes += [index_room(p.columns, p.topk_blocks, BLOCK), shares * index_kept(p.columns, p.topk_blocks)]
-    counts = scratch.words(at, 2 * count, torch.int32)
-    at += 4 * count
-    keys: list[Any] = [Null(torch.int64)] * 4
-    for i, size in enumerate(sizes):
-        keys[i] = scratch.words(at, count * size, torch.int64)
-        at += 2 * count * size
-    lines = *sizes, 0, 0
-    return KeyLists(
-        first, counts, rows_ptr=keys[0], rows_line=lines[0], blocks_ptr=keys[2], blocks_line=lines[2],
-        keep_ptr=keys[1], keep_blocks_ptr=keys[3], topk=p.topk, most=p.topk_blocks,
-    )  # fmt: skip
-
-
-def _gather(
-    p: IndexProblem,
-    program: Program,
-    owner: int,
-    owners: Owners,
-    scores: IndexScores,
-    lists: KeyLists,
-    count: int,
-    shares: int,
-) -> None:
-    """Choose the rows of few queries, and their blocks, in two launches."""
-    groups, kept = index_groups(p.columns), index_kept(p.columns, p.topk)
-    each, block_each = index_each(p.columns, p.topk), index_each(p.columns, max(p.topk_blocks, 1))
-    grid = (count, shares, 2 if p.topk_blocks else 1)
-    program.launch(
-        index_gather, grid, dict(source=scores, lists=lists, owners=owners), OWNER=owner, AMONG=p.among is not None,
-        UNITS=groups // each, EACH=each, BLOCK_UNITS=groups // block_each if p.topk_blocks else 0,
-        BLOCK_EACH=block_each, SHARES=shares, AT_ONCE=min(INDEX_PIECE // GROUP, 2 * kept),
-        KEPT=kept, SINGLE=cut_by_rows(p.columns, p.topk), num_warps=16, launch_pdl=True,
-    )  # fmt: skip
-    blocks = BlockLists(Null(torch.int32), 0, 0)
-    if p.topk_blocks:
-        assert p.blocks is not None
-        blocks = BlockLists(p.blocks, p.blocks.stride(0), p.topk_blocks)
-    program.launch(
-        index_rank, grid, dict(lists=lists, owners=owners, to=_lists(p), to_blocks=blocks), OWNER=owner,
-        POOL=not p.options.request_rows, AMONG=p.among is not None, KEPT=kept, WIDTH=max(kept, power_of_two(p.topk)),
-        BLOCKS_KEPT=index_kept(p.columns, p.topk_blocks) if p.topk_blocks else 0,
-        BLOCKS_WIDTH=power_of_two(p.topk_blocks), SHARES=shares, HELD=HELD_KEYS, num_warps=16, launch_pdl=True,
-    )  # fmt: skip
-
-
-def _choose(
-    p: IndexProblem, target: Target, program: Program, owner: int, owners: Owners, scratch: Slot, first: int, count: int
-) -> None:
-    """Choose the best rows of the groups that have the greatest maxima, in one launch, or in two if there are very many
-    groups. The kept rows lie behind the maxima."""
-    line = index_line(p.columns)
-    kept, candidates = index_kept(p.columns, p.topk), index_candidates(p.columns, p.topk)
-    at = count * (line + line // GROUP)
-    maxima, numbers = _maxima(p, scratch, count), Null(torch.int32)
-    if candidates:
-        maxima, numbers = _best_groups(p, program, owner, owners, scratch, first, count, at, candidates)
-        at += 2 * count * candidates
-    size = count * kept
-    found = scratch.words(at, size, torch.int32)
-    # With few queries the latency of one matters, with many how many run per SM.
-    warps, high = (32 if kept > 2048 else 16, 8) if count <= target.num_sms else (8, 4)
-    arguments = dict(
-        source=ScoreSource(scratch, line // LINE_UNIT, maxima, candidates, numbers),
-        chosen=Chosen(first, found, kept, scratch.words(at + size, size, torch.int32)),
-        owners=owners,
-        lists=_lists(p),
-    )
-    # Launched early, the choice waits for the scores. With lists of 1024, or more CTAs than SMs, it would occupy room
-    # that they need.
-    program.launch(
-        index_choose, (count,), arguments, OWNER=owner, POOL=not p.options.request_rows, AMONG=p.among is not None,
-        GROUPS=power_of_two(candidates) if candidates else index_groups(p.columns), KEPT=kept,
-        WIDTH=max(kept, power_of_two(p.topk)), HIGH=high, HELD=HELD, CANDIDATES=candidates > 0,
-        num_warps=warps if kept > 128 else 4, launch_pdl=count <= target.num_sms and kept <= 1024,
-    )  # fmt: skip
-
-
-def _best_groups(
-    p: IndexProblem,
-    program: Program,
-    owner: int,
-    owners: Owners,
-    scratch: Slot,
-    first: int,
-    count: int,
-    at: int,
-    candidates: int,
-) -> tuple[Slot, Slot]:
-    """Choose the best groups of every piece -> (maxima as ordered bits, numbers of the groups)."""
-    groups, size = index_line(p.columns) // GROUP, INDEX_PIECE // 2
-    kept, kept_numbers = (scratch.words(at + n * count * candidates, count * candidates, torch.int32) for n in (0, 1))
-    each = index_kept(p.columns, p.topk)
-    arguments = dict(
-        source=ScoreSource(_maxima(p, scratch, count), groups, Null(torch.float32), groups, Null(torch.int32)),
-        chosen=Chosen(first, kept, each, kept_numbers),
-        owners=owners,
-        lists=_lists(p),
-    )
-    program.launch(
-        index_select, (count, candidates // each), arguments, OWNER=owner, POOL=not p.options.request_rows,
-        AMONG=p.among is not None, FIRST=True, LAST=False, SIZE=size, KEPT=each, WIDTH=each, ROWS=GROUP,
-        num_warps=16 if size >= 4096 else 4,
-    )  # fmt: skip
-    return kept, kept_numbers
-
-
-def _select(
-    p: IndexProblem, program: Program, owner: int, owners: Owners, scratch: Slot, first: int, count: int
-) -> None:
-    """Choose the best of pieces, until one piece is left. What each round keeps lies behind the scores."""
-    items, line = p.columns, index_line(p.columns)
-    source, numbers, at = scratch, Null(torch.int32), count * (line + line // GROUP)
-    kept = power_of_two(min(p.topk, items))
-    while True:
-        size = max(kept, min(power_of_two(items), INDEX_PIECE), 128)
-        pieces = -(-items // size)
-        last = pieces == 1
-        warps = min(max(size // 2048, 4), 8)
-        words_needed = count * pieces * kept
-        chosen, chosen_numbers = (scratch.words(at + n * words_needed, words_needed, torch.int32) for n in (0, 1))
-        at += 2 * words_needed
-        arguments = dict(
-            source=ScoreSource(source, line, Null(torch.float32), items, numbers),
-            chosen=Chosen(first, chosen, kept, chosen_numbers),
-            owners=owners,
-            lists=_lists(p),
-        )
-        program.launch(
-            index_select, (count, pieces), arguments, OWNER=owner, POOL=not p.options.request_rows,
-            AMONG=p.among is not None, FIRST=source is scratch, LAST=last, SIZE=size, KEPT=kept,
-            WIDTH=max(kept, power_of_two(p.topk)), ROWS=1, num_warps=warps,
-        )  # fmt: skip
-        if last:
-            return
-        items = line = pieces * kept
-        source, numbers = chosen, chosen_numbers
-
-
-def _keep_blocks(
-    p: IndexProblem, program: Program, owner: int, owners: Owners, scratch: Slot, first: int, count: int, behind: int
-) -> None:
-    """Choose the best blocks of pieces, until one is left. What each round keeps lies behind the blocks' maxima."""
-    assert p.blocks is not None
-    items = line = index_line(p.columns) // BLOCK
-    source, numbers, at = _block_maxima(p, scratch, count, behind), Null(torch.int32), behind + count * items
-    kept, started = max(power_of_two(min(p.topk_blocks, items)), 4), False
-    while True:
-        size = max(kept, min(power_of_two(items), INDEX_PIECE), 128)
-        pieces = -(-items // size)
-        last = pieces == 1
-        words = 0 if last else count * pieces * kept
-        held, held_numbers = (scratch.words(at + n * words, words, torch.int32) for n in (0, 1))
-        at += 2 * words
-        arguments = dict(
-            source=ScoreSource(source, line, Null(torch.float32), items, numbers),
-            chosen=Chosen(first, held, kept, held_numbers),
-            owners=owners,
-            lists=BlockLists(p.blocks, p.blocks.stride(0), p.topk_blocks),
-        )
-        program.launch(
-            index_blocks_kernel,
-            (count, pieces),
-            arguments,
-            OWNER=owner,
-            FIRST=not started,
-            LAST=last,
-            SIZE=size,
-            KEPT=power_of_two(p.topk_blocks) if last else kept,
-            num_warps=32 if size > 4096 else 4,
-        )
-        if last:
-            return
-        items = line = pieces * kept
-        source, numbers, started = held, held_numbers, True
 
 
 def _aligned_rows(program: Program, x: Slot) -> Slot:

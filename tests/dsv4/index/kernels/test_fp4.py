@@ -142,7 +142,7 @@ def test_other_keys_in_two_levels(arch, kind):
 @pytest.mark.parametrize("most", [1, 2, 30, 60])
 def test_blocks_in_several_rounds(arch, most, monkeypatch):
     """Pieces of 128 blocks, of which a round keeps at most half: 3000 rows are 375 of them."""
-    for name in ("dsv4.index.sizes.INDEX_PIECE", "dsv4.index.kernels.prepare.INDEX_PIECE"):
+    for name in ("dsv4.index.sizes.INDEX_PIECE", "dsv4.index.kernels.choice.INDEX_PIECE"):
         monkeypatch.setattr(name, 128)
     arguments, _, _ = v41_index.problem(3, 3000, lengths=(3000, 2049, 7), topk=8, whole=True, heads=3)
     got, want = source(arch, **arguments, topk_blocks=most), dsv4.index_blocks(**arguments, topk_blocks=most)

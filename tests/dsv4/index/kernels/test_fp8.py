@@ -84,7 +84,7 @@ def test_the_choice_by_groups(what, topk):
 @pytest.mark.slow
 def test_lists_too_wide_for_the_groups(arch, monkeypatch):
     """The choice in rounds, of the same scores."""
-    monkeypatch.setattr("dsv4.index.kernels.prepare.MAX_TOPK_BY_GROUPS", 10)
+    monkeypatch.setattr("dsv4.index.kernels.choice.MAX_TOPK_BY_GROUPS", 10)
     arguments = index_cases.fp8_ragged()
     index_cases.assert_exact(index_cases.kernel(arch, **arguments), **arguments)
 

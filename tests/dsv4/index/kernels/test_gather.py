@@ -107,8 +107,8 @@ def test_blocks_of_units_and_ties(arch, most, weights, seen):
 @pytest.mark.parametrize("what", ["random", "equal"])
 def test_rows_in_several_turns_and_lists_too_long_for_registers(arch, what, monkeypatch, seen):
     """A share looks into 32 groups at a time, and has 66 of 263; equal rows of 13 units are 1664 keys."""
-    monkeypatch.setattr("dsv4.index.kernels.prepare.HELD_KEYS", 1024)
-    monkeypatch.setattr("dsv4.index.kernels.prepare.INDEX_PIECE", 512)
+    monkeypatch.setattr("dsv4.index.kernels.choice.HELD_KEYS", 1024)
+    monkeypatch.setattr("dsv4.index.kernels.choice.INDEX_PIECE", 512)
     scores = torch.randn(4200, generator=torch.Generator().manual_seed(1)).bfloat16()
     index_cases.assert_select(arch, scores if what == "random" else torch.full_like(scores, 2.0), 12)
     assert seen[-2].constants["EACH"] == 8 and seen[-2].constants["AT_ONCE"] == 32

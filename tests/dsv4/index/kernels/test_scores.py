@@ -119,8 +119,8 @@ def test_a_batch_and_float16_and_strides(arch):
 def test_the_choice_in_one_round_and_in_several(arch, what, topk, monkeypatch):
     """Pieces have 256 items: 900 rows need two rounds, more for wide lists."""
     monkeypatch.setattr(sizes, "INDEX_PIECE", 256)
-    monkeypatch.setattr("dsv4.index.kernels.prepare.INDEX_PIECE", 256)
-    monkeypatch.setattr("dsv4.index.kernels.prepare.MAX_TOPK_BY_GROUPS", 0)  # not by groups
+    monkeypatch.setattr("dsv4.index.kernels.choice.INDEX_PIECE", 256)
+    monkeypatch.setattr("dsv4.index.kernels.choice.MAX_TOPK_BY_GROUPS", 0)  # not by groups
     g = torch.Generator().manual_seed(topk)
     scores = {
         "random": torch.randn(900, generator=g),
@@ -137,7 +137,7 @@ def test_the_choice_in_one_round_and_in_several(arch, what, topk, monkeypatch):
 @pytest.mark.parametrize("what", ["random", "equal", "two values", "rising", "falling"])
 def test_the_choice_of_more_groups_than_a_piece_has(arch, what, topk, monkeypatch):
     """Pieces have 1024 items: 17000 rows are 1063 groups, the best of which are in pieces of 512."""
-    for name in ("dsv4.index.sizes.INDEX_PIECE", "dsv4.index.kernels.prepare.INDEX_PIECE"):
+    for name in ("dsv4.index.sizes.INDEX_PIECE", "dsv4.index.kernels.choice.INDEX_PIECE"):
         monkeypatch.setattr(name, 1024)
     assert sizes.index_candidates(17000, topk) == 3 * 128
     g = torch.Generator().manual_seed(topk)
