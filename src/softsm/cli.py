@@ -17,7 +17,7 @@ import typer.core
 
 from softsm import accepted, resident
 from softsm.accepted import ORDERS
-from softsm.commands.options import Program
+from softsm.commands.options import RunOptions
 from softsm.commands.program import (
     PROGRAMS,
     UsageError,
@@ -76,17 +76,17 @@ Strict = Annotated[bool, typer.Option(help="follow PTX 9.4 literally")]
 
 
 def command(work: Callable[..., None]) -> None:
-    """Makes a subcommand whose first parameter, a Program, is the options of its fields. Options may come before or
+    """Makes a subcommand whose first parameter, a RunOptions, is the options of its fields. Options may come before or
     after the file; those unknown to softsm, and everything after --, go to the program."""
-    kind, defaults = inspect.Parameter.POSITIONAL_OR_KEYWORD, Program._field_defaults
+    kind, defaults = inspect.Parameter.POSITIONAL_OR_KEYWORD, RunOptions._field_defaults
     parameters = [
         inspect.Parameter(name, kind, annotation=hint, default=defaults.get(name, inspect.Parameter.empty))
-        for name, hint in get_type_hints(Program, include_extras=True).items()
+        for name, hint in get_type_hints(RunOptions, include_extras=True).items()
     ]
     parameters += list(inspect.signature(work, eval_str=True).parameters.values())[1:]
 
     def run(**given: Any) -> None:
-        program = Program(**{name: given.pop(name) for name in Program._fields})
+        program = RunOptions(**{name: given.pop(name) for name in RunOptions._fields})
         accept(program, [f"--{x.name.replace('_', '-')}" for x in parameters])
         work(program, **given)
 
@@ -114,7 +114,7 @@ def _commands(
 
 @command
 def run(
-    program: Program,
+    program: RunOptions,
     arch: Arch = "",
     sms: Sms = 4,
     ranks: Ranks = 1,
@@ -132,7 +132,7 @@ def run(
 
 @command
 def check(
-    program: Program,
+    program: RunOptions,
     arch: Arch = "",
     sms: Sms = 4,
     ranks: Ranks = 1,
@@ -199,7 +199,7 @@ def explain(
 
 @command
 def trace(
-    program: Program,
+    program: RunOptions,
     output: Annotated[Path, typer.Option("--output", "-o", help="folder for report.html and the timeline")] = Path(
         "softsm-trace"
     ),
@@ -250,7 +250,7 @@ def _traced(made) -> None:
 
 @command
 def time(
-    program: Program,
+    program: RunOptions,
     arch: Annotated[
         str, typer.Option(help="sm_90a, sm_100a or sm_103a; default: the PTX's .target; SOFTSM, else the GPU's")
     ] = "",

@@ -8,7 +8,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 
-class Program(NamedTuple):
+class RunOptions(NamedTuple):
     """A file with its command line. Each field is an option; `softsm.cli.command` adds them to a subcommand."""
 
     file: Annotated[Path, typer.Argument(help="a Python program with Triton kernels, a .ptx file or a .cu program")]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 
 from softsm import accepted
-from softsm.commands.options import Program
+from softsm.commands.options import RunOptions
 
 if TYPE_CHECKING:
     from click import UsageError
@@ -29,7 +29,7 @@ PROGRAMS = (".py", ".cu")  # files with their own command line
 
 
 def to_run(
-    program: Program, arch: str, sms: int, ranks: int = 1, save: list[str] | None = None, quiet: bool = False
+    program: RunOptions, arch: str, sms: int, ranks: int = 1, save: list[str] | None = None, quiet: bool = False
 ) -> Callable[[str, int], None]:
     """Returns execute(order, seed), which runs the file."""
     file, arguments, arg = program.file, program.arguments or [], program.arg or []
@@ -69,7 +69,7 @@ def target_of(file: Path) -> str:
     return {"sm_90": "sm_90a", "sm_100": "sm_100a", "sm_103": "sm_103a"}.get(found[1].rstrip("af"), "") if found else ""
 
 
-def accept(program: Program, options: list[str]) -> None:
+def accept(program: RunOptions, options: list[str]) -> None:
     """Rejects a file that does not exist, and an option that resembles one of the command's: it was not meant for the
     program."""
     file = program.file

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from softsm import accepted
 from softsm.arguments import Value, parse_argument
-from softsm.commands.options import Program
+from softsm.commands.options import RunOptions
 from softsm.doors.ptx import PtxKernel, load_ptx
 from softsm.memory.map_argument import TensorMapArgument
 
@@ -19,7 +19,7 @@ from softsm.memory.map_argument import TensorMapArgument
 class PtxFile:
     """A command line; softsm/arguments.py describes the arguments."""
 
-    options: Program
+    options: RunOptions
     arguments: list[str]
     arch: str
     save: list[str]
