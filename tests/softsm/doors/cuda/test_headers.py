@@ -5,14 +5,8 @@ import pytest
 from typer.testing import CliRunner
 
 from softsm.cli import app
-from softsm.doors.cuda.compile import CompileError, find_clang
 
-try:
-    find_clang()
-except CompileError as problem:
-    pytest.skip(str(problem), allow_module_level=True)
-
-pytestmark = pytest.mark.compile
+pytestmark = [pytest.mark.compile, pytest.mark.usefixtures("clang")]
 
 GROUPS = r"""
 #include <cooperative_groups.h>

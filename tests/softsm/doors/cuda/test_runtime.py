@@ -10,12 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from softsm.cli import app
-from softsm.doors.cuda.compile import CompileError, compiled, find_clang
+from softsm.doors.cuda.compile import compiled
 
-try:
-    find_clang()
-except CompileError as problem:
-    pytest.skip(str(problem), allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("clang")
 
 PROGRAM = r"""
 #include <cuda_runtime.h>
