@@ -53,7 +53,7 @@ class IndexOptions(NamedTuple):
     ) -> IndexOptions:
         return cls(
             _count("topk", topk),
-            _count("topk_blocks", topk_blocks),
+            _count("topk_blocks", topk_blocks) if topk_blocks else 0,
             checks.at_least(1, "ratio", ratio),
             None if scale is None else checks.number("scale", scale),
             checks.flag("request_rows", request_rows),
