@@ -84,10 +84,11 @@ def command(work: Callable[..., None]) -> None:
         for name, hint in get_type_hints(RunOptions, include_extras=True).items()
     ]
     parameters += list(inspect.signature(work, eval_str=True).parameters.values())[1:]
+    options = [f"--{x.name.replace('_', '-')}" for x in parameters if x.name not in ("file", "arguments")]
 
     def run(**given: Any) -> None:
         program = RunOptions(**{name: given.pop(name) for name in RunOptions._fields})
-        accept(program, [f"--{x.name.replace('_', '-')}" for x in parameters])
+        accept(program, options)
         work(program, **given)
 
     run.__doc__ = work.__doc__

@@ -444,6 +444,7 @@ def test_version():
         ("check --patience x no.py", "softsm check: --patience: "),
         ("time --compare-arguments x pyproject.toml", "softsm time: --compare-arguments: got 'x'; accepted: only with"),
         ("time --clok 2", "softsm time: --clok: there is no such option; did you mean --clock?"),
+        ("run --filee", "softsm run: --filee: there is no such option\n"),
         ("run --strikt", "softsm run: --strikt: there is no such option\n"),
         ("museum --ful", "softsm museum: --ful: there is no such option; did you mean --full?"),
     ],
