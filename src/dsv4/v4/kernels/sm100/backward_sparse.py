@@ -3,7 +3,7 @@
     S = Q K^T    P = 2^(S scale2 - lse2)    dP = dO K^T    dS = scale P (dP - delta)
     dQ += dS K                               dKV[rows of the block] += P^T dO + dS^T Q
 
-fp16: P and dS are multiplied by a power of two before they are rounded (shared/v4/backward_scale.py), results divided.
+fp16: P and dS are multiplied by a power of two before they are rounded (v4/kernels/backward_scale.py), results divided.
 
 Role chart of a block::
 
