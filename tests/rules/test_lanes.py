@@ -204,3 +204,22 @@ def test_lanes_of_one_store_do_not_write_different_values_to_one_place_of_global
     assert not store(".global.u8", "%r0", step)
     assert not store(".volatile.global.u32", "%r0")
     assert not store(".shared.u32", "%r0", at="%r40")
+
+
+@pytest.mark.parametrize(
+    "take", ["bfly.b32 %r42, %r0, 16, 31", "down.b32 %r42, %r0, 4, 31", "idx.b32 %r42, %r0, 31, 31"]
+)
+def test_a_shuffle_takes_nothing_from_a_lane_of_its_membermask_that_has_exited(take):
+    """A reduction may read lanes that the membermask leaves out, and ignore what it gets."""
+    leave = "setp.ge.u32 %p5, %r0, 20;\n@%p5 exit;\n"
+    code = {"code": "divergent", "args": ARGS, "block": 32}
+    for strict in (True, False):
+        holds(
+            lambda keep: one_warp(
+                when(not keep, leave) + f"shfl.sync.{take}, 0xffffffff;\n" + when(keep, leave) + t.out("%r42", "%rd2")
+            ),
+            strict=strict,
+            **code,
+        )
+        report = findings(one_warp(leave + f"shfl.sync.{take}, 0xfffff;\n" + t.out("%r42", "%rd2")), ARGS, block=32)
+        assert not report, str(report)

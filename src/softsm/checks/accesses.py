@@ -13,10 +13,12 @@ from softsm.checks import shadow as sh
 from softsm.checks.boxes import spans_of
 from softsm.checks.clocks import WORDS
 from softsm.checks.order import address_of
+from softsm.checks.views import zeros
 from softsm.engine import program as pg
 
 REDUCTIONS = ("TMA reduction", "bulk reduction", "bulk reduction in a peer", "red.async")
 COLLECTIVE = ("cp.async", "wgmma")  # operations that are not issued by one lane
+LARGE = 1 << 26  # words of a shadow that are worth a mapping of their own
 READ, WROTE = 16, 32  # flags of `touched_since`
 
 
@@ -60,7 +62,8 @@ class MemoryAccesses:
     def shadow_global(self) -> Touched:
         allocations = self.global_memory.allocations
         sizes = ((a.end + 3) // 4 - a.start // 4 for a in allocations)
-        shadows = [np.zeros(size * sh.GLOBAL_RECORD, np.uint32) for size in sizes]
+        records = [size * sh.GLOBAL_RECORD for size in sizes]
+        shadows = [zeros((size,)) if size > LARGE else np.zeros(size, np.uint32) for size in records]
         return Touched([a.start & ~3 for a in allocations], shadows, [])
 
     def read_only(self, w, lanes: list[int], addresses: np.ndarray) -> None:

@@ -44,8 +44,8 @@ class BarrierChecks:
             self.report.add(
                 Diagnostic(
                     "barrier-count",
-                    f"{barrier.name} expects {count} arrivals in each phase, but there are {threads} threads; "
-                    "it looks like a number of bytes",
+                    f"{barrier.name} expects {count} arrivals in each phase, but there are {threads} threads"
+                    + ("; it looks like a number of bytes" if count % 16 == 0 else ""),
                     (self.party(w, None, f"initialises it with {count}"),),
                 )
             )

@@ -13,6 +13,7 @@ import itertools
 import numpy as np
 
 from softsm.checks import tmem_shadow
+from softsm.checks.advice import by_kind
 from softsm.checks.order import address_of
 from softsm.checks.shadow import OPS
 from softsm.checks.tmem_shadow import (
@@ -322,6 +323,7 @@ class TensorChecks:
                             self.findings.party(w, None, f"frees {where}"),
                             self.findings.party(op.warp, op, "may still be in flight"),
                         ),
+                        f"before the dealloc: {by_kind(op, self.operations.by_number.values())}",
                     )
                 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import sys
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,12 +15,15 @@ from softsm.checks.clocks import FIELDS, PUBLISHED, WORDS
 from softsm.engine.in_flight import AsyncOp
 
 RECORDS = 16  # allocated at once
+# The shadow of a large allocation may exceed the machine's memory: only the pages that are used count. Python 3.11 has
+# no name for this flag.
+NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
 
 def zeros(shape: tuple[int, ...]) -> np.ndarray:
     """Returns zeros of uint32 in separate pages; the system clears only the pages that are used."""
     size = 4 * math.prod(shape)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE)
     return np.frombuffer(memory, np.uint32).reshape(shape)
 
 

@@ -12,6 +12,9 @@ There are three kinds:
   States are compared when a certain warp is next, so that a round may have any number of warps. Meanwhile the warps run
   in a fixed order, so a state that repeats once repeats for ever.
 
+A loop may also end by a limit of time: DeepGEMM's barriers read the clock, and trap. If such loops, and waits with a
+time limit, are all that runs, nothing but the clock changes, and it is put forward (`skip_time`), further each time.
+
 Other endless loops, such as one that counts in memory, end when the launch runs out of patience (`out_of_patience`).
 engine/deadlock_text.py describes a deadlock.
 """
@@ -31,13 +34,16 @@ from softsm.errors import Deadlock, StepBudget
 PATIENCE = 4096  # turns of warps
 ROUND = 256  # the most turns of one warp in a round
 OPERATION = 5000  # instructions of compiled code that take about as long as one that Python handles
+FIRST_SKIP, LAST_SKIP = 1 << 12, 1 << 44  # nanoseconds by which the clock is put forward
+ON, AGAIN, BY_TIME = range(3)  # what `comes_back` returns
 AWAY = 8  # turns of all warps, times their number, after which another warp is compared
 
 
 class DeadlockWatch:
     def __init__(self, machine) -> None:
         self.machine = machine
-        self.timed_out_at = -1  # changes of memory when the last waits timed out
+        self.timed_out_at, self.clock = -1, 0  # changes of memory, and the clock, when the last waits timed out
+        self.skip = FIRST_SKIP
         self.seen_writes = -1  # changes of memory when a warp last used up several quanta
         self.turns, self.progress = 0, 0
         self.next = PATIENCE
@@ -62,18 +68,36 @@ class DeadlockWatch:
         """
         machine = self.machine
         changes = sum(int(w.S[pg.S_WRITES]) for c in machine.live for w in c.warps)
-        changes += machine.writes + machine.engine.completed + machine.clock
+        changes += machine.writes + machine.engine.completed
         blocked = (f for c in machine.live for w in c.warps for f in w.fragments if f.blocked is not None)
         late = [f for f in blocked if f.blocked.limited]
-        if changes == self.timed_out_at or not late:
+        if changes != self.timed_out_at:
+            self.skip = FIRST_SKIP
+        elif machine.clock != self.clock:
+            self.skip_time("no warp can make progress")
+        else:
+            late = []
+        if not late:
             self.found("no warp can make progress")
-        self.timed_out_at = changes
+        self.timed_out_at, self.clock = changes, machine.clock
         self.pushes += 1
         for f in late:
             f.blocked.on.waiters.remove(f)
             f.timed_out = True
             f.warp.S[pg.S_PHASES] = 0  # Python must handle its next wait
             f.unblock()
+
+    def skip_time(self, why: str) -> None:
+        """Nothing but the clock changes, on which the program depends."""
+        if self.skip > LAST_SKIP:
+            self.found(why)
+        self.machine.clock += self.skip
+        self.skip *= 8
+
+    def given_up(self) -> None:
+        """A warp executes trap. Reports a deadlock if its limit of time was all that could end its wait."""
+        if self.skip > FIRST_SKIP:
+            self.found("a wait ends by the kernel's own limit of time (trap), and nothing else would have ended it")
 
     # ---- warps that poll, each by itself -----------------------------------------------------------------------
 
@@ -96,23 +120,34 @@ class DeadlockWatch:
             w.S[pg.S_WRITES] = 0
         changes = machine.writes + engine.completed
         before, self.seen_writes = self.seen_writes, changes
+        if changes != before:
+            self.skip = FIRST_SKIP
         if changes != before or not all(w.spins > 1 for w in machine.ready):
             return
         self.pushes += 1
         if engine.pending:
             engine.complete_awaited()
-        elif all(self.polls(w) for w in machine.ready):
-            self.found(POLLING)
+        else:
+            loops: set[int] = set()
+            for w in machine.ready:
+                loops.update(self.polls(w))
+                if ON in loops:
+                    break
+            if loops == {AGAIN}:
+                self.found(POLLING)
+            if ON not in loops:
+                self.skip_time(POLLING)
         for w in machine.ready:
             w.spins = 0
 
-    def polls(self, warp) -> bool:
-        """Returns whether all fragments of the warp that can run return to the same pc with the same registers."""
+    def polls(self, warp) -> list[int]:
+        """Returns how the loops of the warp's fragments go on, ON if there is none."""
         able = [f for f in warp.fragments if f.blocked is None and not f.parked]
-        return bool(able) and all(self.comes_back(warp, f) for f in able)
+        return [self.comes_back(warp, f) for f in able] or [ON]
 
-    def comes_back(self, warp, f) -> bool:
-        """Runs one iteration of a fragment's loop and compares the state. The fragment continues from there."""
+    def comes_back(self, warp, f) -> int:
+        """Runs one iteration of a fragment's loop and compares the state: AGAIN if it returns to the same pc with the
+        same registers, BY_TIME if they differ and it has read the clock, else ON. The fragment continues from there."""
         machine = self.machine
         before = {"R": warp.R.copy(), "Q": warp.Q.copy(), "P": warp.P.copy()}
         start, changes, clock = f.pc, machine.writes, machine.clock
@@ -124,27 +159,29 @@ class DeadlockWatch:
             first, last = min(first, f.pc), max(last, f.pc + max(steps, 1) - 1)
             if mask != f.mask:  # lanes would exit, which is not handled here
                 f.pc = warp.pc = pc - 1 if status == pg.MERGE else pc
-                return False
+                return ON
             f.pc = warp.pc = pc
             if status == pg.MACRO:
                 machine.execute(warp, f, pc, lanes)
                 if f.blocked is not None or f.parked:
-                    return False
+                    return ON
             elif status == pg.SLOW_MEMORY:
                 warp.cta.kernel.memory_event(machine, warp, f, status, lanes)
             elif status != pg.QUANTUM:
-                return False
+                return ON
             if f.pc == start:
                 if warp.S[pg.S_WRITES] or changes != machine.writes:
-                    return False
+                    return ON
                 now = {"R": warp.R, "Q": warp.Q, "P": warp.P}
                 if clock == machine.clock and all(np.array_equal(before[file], now[file]) for file in now):
-                    return True
+                    return AGAIN
                 decide = deciding(warp.cta.program, first, last)
-                return decide is not None and all(
+                if decide is not None and all(
                     np.array_equal(before[file][row], now[file][row]) for file, row in decide
-                )
-        return False
+                ):
+                    return AGAIN
+                return ON if clock == machine.clock else BY_TIME
+        return ON
 
     # ---- warps that poll together ------------------------------------------------------------------------------
 

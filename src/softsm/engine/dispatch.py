@@ -286,11 +286,11 @@ def dispatch(module: ir.Module, hot: list[tuple[int, Micro]]) -> None:
             address = b.load(b.inttoptr(entry, _I64.as_pointer()))
             b.call(b.inttoptr(address, COLD.as_pointer()), [rd, ra, rb, rc, rx, m, R, Q_, P])
             b.branch(loop)
+        about_lanes = (b.icmp_unsigned("==", op, _I32(x)) for x in (pg.OP_CONVERGE, pg.OP_SOURCES))
         idle = b.or_(
-            b.icmp_unsigned("==", m, _I32(0)),
-            b.and_(b.icmp_unsigned("==", op, _I32(pg.OP_CONVERGE)), b.icmp_unsigned("==", m, _I32(FULL))),
+            b.icmp_unsigned("==", m, _I32(0)), b.and_(b.or_(*about_lanes), b.icmp_unsigned("==", m, _I32(FULL)))
         )
-        with b.if_then(idle):  # no lane is active, or no other lane can arrive
+        with b.if_then(idle):  # no lane is active, or all are
             b.branch(loop)
         status = b.call(b.inttoptr(lane_operation, OPERATION.as_pointer()), [op, rd, ra, rb, rc, rx, m, S, pc])
         with b.if_then(b.icmp_unsigned("==", status, _I64(0)), likely=True):

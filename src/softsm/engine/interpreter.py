@@ -17,6 +17,7 @@ from softsm.engine import program as pg
 from softsm.engine.lanes import (
     EXCH,
     atomic,
+    exited,
     first_lane,
     i8,
     load,
@@ -169,6 +170,8 @@ def lane_by_lane(watch: Watch | None) -> Native:
                 return answer_wait(R, P, S, rd, rb, rc, m)
             if op == pg.OP_MEMBERS:
                 return members(R, S, rb, m)
+            if op == pg.OP_SOURCES:
+                return i8(pg.MACRO) if exited(R, rb, m) else i8(0)
             if op == pg.OP_TICK:
                 return tick(S)
             if op == pg.OP_CHECKED_LD or op == pg.OP_CHECKED_ST:

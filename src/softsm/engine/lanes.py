@@ -410,3 +410,12 @@ def missing(R, S, row, m):
         left = left & ~together(R, row, left)
     need = i8(named) & sget(S, S_ALIVE)
     return need if need & ~i8(m) else i8(0)
+
+
+@native("i8(i8, i8, u4)")
+def exited(R, row, m):
+    """Returns whether a membermask names lanes that do not execute the instruction, after all living ones have met."""
+    for lane in range(32):
+        if (m >> u4(lane)) & u4(1) and rget(R, row, lane) & ~m:
+            return i8(1)
+    return i8(0)

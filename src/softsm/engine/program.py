@@ -24,9 +24,9 @@ from softsm.ptx.ast import Function, Instruction, Variable
 OP_EXIT, OP_BRA, OP_MACRO, OP_LDG, OP_STG, OP_LDS, OP_STS, OP_LD, OP_ST, OP_LDL, OP_STL = range(11)
 OP_VOTE, OP_ELECT, OP_ACTIVEMASK, OP_CONVERGE, OP_ATOM_G, OP_ATOM_S, OP_REDUX, OP_BLOCK = range(11, 19)
 OP_WAIT, OP_TENSOR_LD, OP_TENSOR_ST, OP_CHECKED_WAIT, OP_MEMBERS, OP_TICK = range(19, 25)
-OP_LDMATRIX, OP_STMATRIX, OP_CHECKED_LD, OP_CHECKED_ST, OP_TENSOR_WAIT, OP_CHECKED_MMA = range(25, 31)
+OP_LDMATRIX, OP_STMATRIX, OP_CHECKED_LD, OP_CHECKED_ST, OP_TENSOR_WAIT, OP_CHECKED_MMA, OP_SOURCES = range(25, 32)
 FIRST_MICRO = 32
-MACROS = (OP_MACRO, *range(OP_WAIT, OP_CHECKED_MMA + 1))  # Compiled code tries all but the first one itself.
+MACROS = (OP_MACRO, *range(OP_WAIT, OP_SOURCES + 1))  # Compiled code tries all but the first one itself.
 
 # rx of OP_CHECKED_LD and ST: the kind that a store leaves in its cells, and from bit DISTANCE on the number of records
 # until the result is needed, or 0 if something else may happen before (engine/tensor_waits.py).

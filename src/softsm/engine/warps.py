@@ -70,11 +70,16 @@ class Warp:
     def line(self) -> int:
         return self.cta.program.instructions[self.pc].line
 
+    def source(self) -> str:
+        loc = place_of(self.instruction())
+        return f", {loc.file}:{loc.line}{called_at(loc)}" if loc else ""
+
+    def place(self) -> str:
+        return f"PTX line {self.line()}{self.source()}"
+
     def where(self) -> str:
         ins = self.instruction()
-        loc = place_of(ins)
-        source = f", {loc.file}:{loc.line}{called_at(loc)}" if loc else ""
-        return f"PTX line {ins.line} (`{ins.text}`){source}, {self}"
+        return f"PTX line {ins.line} (`{ins.text}`){self.source()}, {self}"
 
     def __str__(self) -> str:
         return f"warp {self.index} of {self.cta}"

@@ -332,7 +332,9 @@ class ClusterBarrier(Arrivals):
         here = self.here.get(w, 0)
         if here & mask:
             raise w.fault(
-                "barrier-phase", f"lanes {here & mask:#010x} arrive twice at the cluster barrier without waiting"
+                "barrier-phase",
+                f"lanes {here & mask:#010x} arrive twice at the cluster barrier without waiting: "
+                "put barrier.cluster.wait between the two arrivals",
             )
         self.here[w] = here | mask
         if w.machine.observer is not None:

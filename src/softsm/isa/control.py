@@ -288,6 +288,7 @@ def trap(asm, ins):
 
 
 def do_trap(w, mask, o):
+    w.machine.watch.given_up()
     raise w.fault("trap", f"{w.instruction().opcode} executed by lanes {mask:#010x}")
 
 

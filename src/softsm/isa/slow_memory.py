@@ -32,6 +32,11 @@ def locate(
         space, address = ln.LOCAL, address - pg.LOCAL_WINDOW
     try:
         if space == ln.SHARED:
+            if (
+                address >> pg.RANK_SHIFT >= len(w.cta.cluster)
+                and "shared::cluster" not in w.cta.program.instructions[w.pc].text
+            ):
+                w.cta.check_shared(address, size, what)  # no peer was meant: the address is too large, or negative
             cta, at = w.cta.resolve_shared(address)
             cta.check_shared(at, size, what)
             there = cta.shared[at : at + size]

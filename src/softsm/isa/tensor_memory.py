@@ -133,7 +133,7 @@ def do_alloc(w, mask, o):
     if leaked not in w.machine.cta_exit_hooks:
         w.machine.cta_exit_hooks.append(leaked)
     if o.group == 1:
-        column = located(w, cta.tmem.allocate, cta, columns, w.line())
+        column = located(w, cta.tmem.allocate, cta, columns, w.place())
     else:
         if w.machine.observer is not None:
             w.machine.observer.pair_allocates(w)
@@ -178,7 +178,7 @@ def allocate_pair(w, pair: list, columns: int) -> int | None:
     if column is None:
         return None
     for member in pair:
-        member.tmem.take(member, column, columns, w.line())
+        member.tmem.take(member, column, columns, w.place())
         del member.tmem.pair_requests[id(member)]
     peer.tmem.pair_grants[id(peer)] = column
     peer.tmem.wake()

@@ -62,6 +62,21 @@ def do_check_members(w, mask, o):
     return SEEN
 
 
+def do_check_sources(w, mask, o):
+    """shfl.sync waits for living lanes only. What it takes from a lane that the membermask names, and that has exited,
+    is undefined. Reductions do read lanes that the membermask does not name, and ignore what they get."""
+    for lane in (i for i in range(32) if mask >> i & 1):
+        b, clamp, segment = int(w.R[o.b, lane]) & 31, int(w.R[o.c, lane]) & 31, int(w.R[o.c, lane]) >> 8 & 31
+        first, last = lane & segment, lane & segment | clamp & ~segment
+        source = {"up": lane - b, "down": lane + b, "bfly": lane ^ b, "idx": first | b & ~segment}[o.mode]
+        inside = source >= last if o.mode == "up" else source <= last
+        if inside and int(w.R[o.row, lane]) & ~mask & 0xFFFFFFFF & 1 << source:
+            text = f"what comes from lane {source} is undefined: the membermask names it, and it has exited"
+            w.machine.observer.misused(w, "divergent", text, f"takes the value of lane {source}", lane)
+            break
+    return SEEN
+
+
 @lowers("shfl")
 def shfl(asm: Emitter, ins: Instruction):
     if ins.modifiers[0] != "sync" or ins.modifiers[1] not in SHUFFLES or ins.modifiers[2:] != ("b32",):
@@ -70,6 +85,10 @@ def shfl(asm: Emitter, ins: Instruction):
     mode, inside = ins.modifiers[1], None
     converge(asm, ins, member)
     ra, rb, rc = (asm.src(x, "u") for x in (a, b, c))
+    if asm.checking:
+        row = asm.src(member, "u")
+        asm.macro(do_check_sources, ins, aligned=False, mode=mode, b=rb, c=rc, row=row)
+        asm.answered(pg.OP_SOURCES, 0, row)
     if isinstance(target, Pair):
         if not isinstance(target.second, Sink):
             inside = asm.temp("p")  # computed before the destination is written, which may be b or c

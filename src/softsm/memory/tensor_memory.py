@@ -29,7 +29,7 @@ class Allocation(NamedTuple):
     owner: object  # the CTA
     column: int
     columns: int
-    line: int  # PTX line of the tcgen05.alloc
+    place: str  # of the tcgen05.alloc
 
 
 class TensorMemory(Waitable):
@@ -71,16 +71,16 @@ class TensorMemory(Waitable):
         if id(cta) in self.relinquished:
             raise Fault("tmem-relinquished", f"tcgen05.alloc in {cta} after tcgen05.relinquish_alloc_permit")
 
-    def allocate(self, cta, columns: int, line: int = 0) -> int | None:
+    def allocate(self, cta, columns: int, place: str = "") -> int | None:
         """Allocates -> the first column, or None if the caller has to wait for columns."""
         self.check_alloc(cta, columns)
         column = self.free_column(columns)
         if column is not None:
-            self.take(cta, column, columns, line)
+            self.take(cta, column, columns, place)
         return column
 
-    def take(self, cta, column: int, columns: int, line: int) -> None:
-        self.allocations[column] = Allocation(cta, column, columns, line)
+    def take(self, cta, column: int, columns: int, place: str) -> None:
+        self.allocations[column] = Allocation(cta, column, columns, place)
         self.cells[column : column + columns] = POISON
 
     def deallocate(self, cta, column: int, columns: int) -> None:
@@ -96,7 +96,7 @@ class TensorMemory(Waitable):
             raise Fault(
                 "tmem-dealloc",
                 f"tcgen05.dealloc of {columns} columns at column {column}, but {found.columns} were allocated there "
-                f"(PTX line {found.line})",
+                f"({found.place})",
             )
         del self.allocations[column]
         self.wake()
@@ -116,8 +116,8 @@ class TensorMemory(Waitable):
             a = leaked[0]
             raise Fault(
                 "tmem-leak",
-                f"{cta} exits with tensor-memory columns {a.column}..{a.column + a.columns - 1} allocated at PTX line "
-                f"{a.line}; add tcgen05.dealloc before the exit",
+                f"{cta} exits with tensor-memory columns {a.column}..{a.column + a.columns - 1} allocated at "
+                f"{a.place}; add tcgen05.dealloc before the exit",
             )
 
     def forget(self, cta) -> list[Allocation]:

@@ -201,7 +201,7 @@ CODES: dict[str, tuple[str, str]] = {
     "divergent": (
         "Only part of the warp reaches an .aligned or .sync instruction.",
         "Move it out of the divergent branch, or elect one thread after it. Lanes without work must not return before "
-        "an mma, ldmatrix or stmatrix of their warp: mask their loads and stores instead.",
+        "an mma, ldmatrix, stmatrix or shuffle of their warp: mask their loads and stores instead.",
     ),
     "branch-index": (
         "A jump table is indexed out of range.",

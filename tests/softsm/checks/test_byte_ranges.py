@@ -7,7 +7,7 @@ from softsm.checks import byte_ranges
 from softsm.checks import shadow as sh
 from softsm.checks.clocks import HEAD, WORDS
 from softsm.checks.order import address_of
-from softsm.checks.views import SharedShadow, SpareShadows
+from softsm.checks.views import SharedShadow, SpareShadows, zeros
 from softsm.engine import program as pg
 
 BLOCKS, WARPS, SLOTS = 6, 3, 4
@@ -117,3 +117,10 @@ def test_a_shadow_that_is_used_again_remembers_nothing():
         memory.access(1, 64, 72, 0, 8)
     assert again.findings() == fresh.findings()
     np.testing.assert_array_equal(again.records(), fresh.records())
+
+
+def test_a_shadow_may_be_larger_than_the_machine():
+    """That of an array of 2.6 GB, where an index exceeds 32 bits, has 42 GB."""
+    shadow = zeros((1 << 40,))
+    shadow[-1] = 1
+    assert shadow[-2] == shadow[0] == 0

@@ -257,6 +257,36 @@ END: ret;"""
     assert run(body, shared=shared, order="latest", budget=3_000_000)[2] == 7
 
 
+LIMITS = {
+    "a flag": """ASK: ld.acquire.gpu.global.u32 %r4, [%rd1]; setp.ne.u32 %p6, %r4, 0; @%p6 bra DONE;""",
+    "an mbarrier": """setp.eq.u32 %p2, %r2, 0; @%p2 mbarrier.init.shared.b64 [bar], %r1; bar.warp.sync -1;
+  mbarrier.arrive.shared.b64 _, [bar];
+ASK: mbarrier.try_wait.parity.shared.b64 %p6, [bar], 0; @%p6 bra DONE;""",
+}
+
+
+@pytest.mark.parametrize("what", LIMITS)
+@pytest.mark.parametrize("clock", ["clock64", "globaltimer"])
+def test_a_limit_of_time_does_not_hide_a_deadlock(what, clock):
+    """The loop would trap after 10 s, which are reached at once if nothing else can happen."""
+    late = f"mov.u64 %rd6, %{clock}; sub.u64 %rd6, %rd6, %rd5; setp.gt.u64 %p5, %rd6, 10000000000; @%p5 trap; bra ASK;"
+    body = f"mov.u64 %rd5, %{clock}; {LIMITS[what]} {late} DONE: st.global.u32 [%rd1+4], 1; ret;"
+    shared = ".shared .b64 bar;"
+    first = (
+        "setp.eq.u32 %p1, %r2, 32; @%p1 st.release.gpu.global.u32 [%rd1], 1; @%p1 exit; " if what == "a flag" else ""
+    )
+    assert run(first + body, n=32, block=33 if first else 32, shared=shared, budget=10_000_000)[1] == 1
+    with pytest.raises(Deadlock, match="limit of time .trap."):
+        run(body, n=33, block=32, shared=shared, budget=10_000_000)
+
+
+def test_a_delay_of_seconds_ends_at_once():
+    body = """mov.u64 %rd5, %globaltimer;
+LATER: mov.u64 %rd6, %globaltimer; sub.u64 %rd6, %rd6, %rd5; setp.lt.u64 %p5, %rd6, 3000000000; @%p5 bra LATER;
+  st.global.u32 [%rd3], 7; ret;"""
+    assert (run(body, block=32, words=32, budget=30_000_000) == 7).all()
+
+
 def test_a_device_function_is_called_and_returns():
     ptx = """
 .version 8.0 .target sm_90a .address_size 64

@@ -109,3 +109,13 @@ mad.lo.u32 %r17, %r10, 5, 0;
     got = run(ptx(body, shared=DATA), [words(10)], grid=2, cluster=2).reshape(2, 5)
     half = int(np.float32(16).view(np.uint32))
     np.testing.assert_array_equal(got, [[sum(range(32)) + 64, 32 % 6, 31, half, 30]] * 2)
+
+
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_an_address_before_shared_memory_is_out_of_bounds(cluster):
+    """tile[-600]: the address wraps around. Only an instruction of shared::cluster can mean a peer."""
+    body = "mov.u32 %r2, data;\nld.shared{}.u32 %r5, [%r2+-2400];\n" + store("%r5")
+    for space, code in (("", "out-of-bounds"), ("::cluster", "cluster-rank")):
+        with pytest.raises(Fault) as caught:
+            load(ptx(body.format(space), shared=DATA)).launch(2, 32, [words(32)], cluster=cluster)
+        assert caught.value.code == code

@@ -108,7 +108,7 @@ def fault(code, function, *args):
 def test_misuse_has_a_name():
     memory, a, b = tm.TensorMemory(), "CTA (0, 0, 0)", "CTA (1, 0, 0)"
     fault("tmem-granularity", memory.allocate, a, 48)
-    memory.allocate(a, 64, 17)
+    memory.allocate(a, 64, "PTX line 17")
     fault("tmem-dealloc", memory.deallocate, a, 32, 32)
     fault("tmem-dealloc", memory.deallocate, b, 0, 64)
     fault("tmem-dealloc", memory.deallocate, a, 0, 32)
