@@ -238,30 +238,15 @@ def flash_attn_with_kvcache(
     checks.backend(backend)
     checks.flag("deterministic", deterministic)
     checks.forward_only(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, learnable_sink=learnable_sink, s_aux=s_aux)
-    if k is None and v is None:
+    if k is not None or v is not None:
+        if cache_seqlens is None:
+            checks.fail("cache_seqlens", None, "an int or int32 [batch] with k and v: where they are written")
+        rotary, local = (rotary_cos, rotary_sin, rotary_interleaved), causal or window != (-1, -1)
+        q, lengths = _extended(q, k, v, k_cache, v_cache, table, lengths, rotary, local)
+    else:
         for name, given in (("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)):
             if given is not None:
                 checks.fail(name, checks.describe(given), "None without k and v")
-    else:
-        if cache_seqlens is None:
-            checks.fail("cache_seqlens", None, "an int or int32 [batch] with k and v: where they are written")
-        for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-            checks.writable(name, x)
-        new: Any = k.shape[1] if k is not None and checks.is_tensor(k) and k.ndim == 4 else "new"
-        for name, given in (("k", k), ("v", v)):
-            shape = (batch, new, *k_cache.shape[2:])
-            checks.tensor(name, given, shape, (k_cache.dtype,), like=like, unit_last=False)
-        if checks.values_checked(lengths):
-            checks.in_range("cache_seqlens", lengths, 0, capacity - new)
-        places = lengths[:, None] + torch.arange(new, device=q.device, dtype=torch.int32)  # [B, new]
-        if rotary_cos is not None or rotary_sin is not None:
-            cos_sin = _rotary(rotary_cos, rotary_sin, q.shape[-1], lengths, max(q.shape[1], new), like)
-            local = causal or window != (-1, -1)
-            steps = torch.arange(q.shape[1], device=q.device, dtype=torch.int32) * int(local)
-            q = _rotated(q, *cos_sin, lengths[:, None] + steps, rotary_interleaved)
-            k = _rotated(k, *cos_sin, places, rotary_interleaved)
-        _write(k_cache, v_cache, k, v, table, places)
-        lengths = lengths + new
     with named(**names):
         out, lse = fmha_paged(
             q,
@@ -335,6 +320,38 @@ def _varlen_paged(
     outs = torch.cat([out.flatten(0, 1), out.new_zeros(1, *out.shape[2:])])
     lses = torch.cat([lse.transpose(1, 2).flatten(0, 1), lse.new_full((1, lse.shape[1]), float("-inf"))])
     return outs.index_select(0, place), lses.index_select(0, place)
+
+
+def _extended(
+    q: Tensor,
+    k: Any,
+    v: Any,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    rotary: tuple[Any, Any, bool],
+    local: bool,
+) -> tuple[Tensor, Tensor]:
+    """Write k and v into the caches behind the keys there, rotated first if there are tables -> (q, rotated too, the
+    lengths then). local: each query is at a position of its own."""
+    batch, like, (cos, sin, interleaved) = q.shape[0], ("q", q), rotary
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        checks.writable(name, x)
+    new: Any = k.shape[1] if checks.is_tensor(k) and k.ndim == 4 else "new"
+    for name, given in (("k", k), ("v", v)):
+        shape = (batch, new, *k_cache.shape[2:])
+        checks.tensor(name, given, shape, (k_cache.dtype,), like=like, unit_last=False)
+    if checks.values_checked(lengths):
+        checks.in_range("cache_seqlens", lengths, 0, table.shape[1] * k_cache.shape[1] - new)
+    places = lengths[:, None] + torch.arange(new, device=q.device, dtype=torch.int32)  # [B, new]
+    if cos is not None or sin is not None:
+        cos, sin = _rotary(cos, sin, q.shape[-1], lengths, max(q.shape[1], new), like)
+        steps = torch.arange(q.shape[1], device=q.device, dtype=torch.int32) * int(local)
+        q = _rotated(q, cos, sin, lengths[:, None] + steps, interleaved)
+        k = _rotated(k, cos, sin, places, interleaved)
+    _write(k_cache, v_cache, k, v, table, places)
+    return q, lengths + new
 
 
 def _table(cache: Tensor, batch: int, lines: Tensor | None, table: Tensor | None, like: tuple[str, Tensor]) -> Tensor:
