@@ -84,7 +84,6 @@ def test_an_instruction_takes_the_path_described() -> None:
         finally:
             sys.setprofile(None)
     assert report.codes() == ["uninitialised"]
-    # The checked twin of a kernel is assembled when it is launched: both times count once, at the first.
     assert list(called) == list(wanted)
 
 

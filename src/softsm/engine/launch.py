@@ -71,7 +71,7 @@ def load(ptx: str, name: str | None = None) -> Kernel:
     if len(entries) != 1:
         known = ", ".join(f.name for f in module.functions.values() if f.entry) or "none"
         raise PtxError(f"name: got {name!r}, the module has these entries: {known}")
-    return Kernel(module, entries[0])
+    return Kernel(module, entries[0], any(x.races for x in current_options().sessions))  # it is launched there next
 
 
 class Kernel:
@@ -104,6 +104,7 @@ class Kernel:
             ),
             default=0,
         )
+        self.twin: Kernel | None = None  # see assembled
         self.spare_files: list = []  # register files of warps that have exited
         self.variables: dict[str, np.ndarray] = {}  # .global and .const variables of the module
         self.place_variables()
@@ -123,8 +124,8 @@ class Kernel:
     def share(self, variables: dict[str, np.ndarray]) -> None:
         """Uses the variables of another kernel of the module."""
         self.variables = variables
-        if "checked" in vars(self):
-            self.checked.variables = variables
+        if self.twin is not None:
+            self.twin.variables = variables
 
     def initial_bytes(self, v) -> bytes:
         code = {"f32": "f", "f64": "d"}.get(v.type) or "BHIQ"[TYPE_BYTES[v.type].bit_length() - 1]
@@ -170,9 +171,10 @@ class Kernel:
             chosen = replace(chosen, sessions=tuple(x for x in chosen.sessions if not x.needs_values))
         for session in chosen.sessions:
             chosen = session.options(chosen)
-        if any(x.races for x in chosen.sessions) and not self.checking:
-            twins = [x and x.checked for x in kernels]
-            return self.checked.launch_together(twins, grid, block, args, memories, shared, cluster, changes)
+        races = any(x.races for x in chosen.sessions)
+        kernels = [x and x.assembled(races) for x in kernels]
+        if races != self.checking:
+            return self.assembled(races).launch_together(kernels, grid, block, args, memories, shared, cluster, changes)
         grid, block = accepted.sides("grid", grid), accepted.sides("block", block, BLOCK_SIDES, least=1)
         cluster = self.function.directives.get("reqnctapercluster", cluster)
         cluster = accepted.sides("cluster", cluster, CLUSTER_SIDES, least=1)
@@ -249,12 +251,14 @@ class Kernel:
             buffer[at : at + p.size] = np.frombuffer(data, np.uint8)
         return buffer
 
-    @functools.cached_property
-    def checked(self) -> Kernel:
-        """The same kernel assembled for the race checker. Both share module variables."""
-        twin = Kernel(self.module, self.function, checking=True)
-        twin.variables = self.variables
-        return twin
+    def assembled(self, checking: bool) -> Kernel:
+        """Returns the same kernel for the race checker, or for runs without it. Both share module variables."""
+        if checking == self.checking:
+            return self
+        if self.twin is None:
+            self.twin = Kernel(self.module, self.function, checking)
+            self.twin.twin, self.twin.variables = self, self.variables
+        return self.twin
 
     @functools.cached_property
     def independent(self) -> bool:

@@ -91,6 +91,21 @@ def test_an_operand_that_does_not_fit_is_spelled_as_in_ptx(instruction, message)
         softsm.load(COPY.replace("mov.u32 %r2, %tid.x", instruction))
 
 
+def test_a_kernel_is_assembled_for_the_runs_that_it_has(monkeypatch):
+    """Once with checks and once without, as it is launched; both have the same module variables."""
+    count = COPY.replace(".visible", ".global .align 4 .u32 n;\n.visible").replace("mov.u32 %r2, %tid.x;", """
+  atom.global.add.u32 %r3, [n], 1; mov.u32 %r2, %tid.x;""").replace("st.global.b32 [%rd5], %r3;", """
+  ld.global.b32 %r3, [n]; st.global.b32 [%rd5], %r3;""")  # fmt: skip
+    made, assemble = [], launch.Assembler.assemble
+    monkeypatch.setattr(launch.Assembler, "assemble", lambda self: (made.append(self.checking), assemble(self))[1])
+    x, y = np.zeros(1, np.uint32), np.zeros(1, np.uint32)
+    softsm.load.cache_clear()
+    for turn, checked in enumerate((True, False, True, False)):
+        with softsm.checking() if checked else contextlib.nullcontext():
+            softsm.load(count).launch(1, 1, [x, y, 0])
+        assert made == [True, False][: turn + 1] and y[0] == turn + 1
+
+
 def test_module_variables_keep_their_initial_values():
     ptx = """
 .version 8.0 .target sm_90a .address_size 64

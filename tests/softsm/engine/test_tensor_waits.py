@@ -13,7 +13,7 @@ USE, BAR = "add.u32 %r30, %r20, %r21;\n", "bar.sync 0;\n"
 
 def distances(body: str) -> list[int]:
     """How far each access of the kernel is from its wait, in the order of the text."""
-    code = softsm.load(t.kernel(body, shared=".shared .b32 place;")).checked.program.code
+    code = softsm.load(t.kernel(body, shared=".shared .b32 place;")).assembled(checking=True).program.code
     return [int(r[5]) >> pg.DISTANCE for r in code if r[0] in ACCESSES]
 
 
