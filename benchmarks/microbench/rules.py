@@ -258,7 +258,7 @@ def rows(machine: Machine) -> Iterator[dict]:
         wrong = machine.run(late(fence, rounds), ctas, 128, values, np.full(ctas * 128, 1 << 30, np.uint32))
         name = "wgmma reads: st.shared of another warp" + (", wgmma.fence" if fence else "")
         yield {"name": name, "wrong": int(wrong.sum()), "tried": ctas * rounds * 512}
-    pairs, grids = (1000, (132, 1056)) if on else (2, (8,))
+    pairs, grids = (1000, (132, 1056)) if on else (2, (2,))
     for early, waits in ((False, False), (True, True), (True, False)):
         wrong = sum(machine.run_pairs(grid_before(early), grid_behind(waits), grid, pairs) for grid in grids)
         name = f"a dependent grid {'waits' if waits else 'does not wait'} for one that "
