@@ -94,6 +94,8 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
         from triton import knobs
 
         knobs.compilation.listener = count_compilation
+    if testing := sys.modules.get("typer.testing"):  # it would make a command of its functions for every call
+        testing._get_command = functools.cache(testing._get_command)  # type: ignore[attr-defined]
     return result
 
 

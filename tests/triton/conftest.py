@@ -43,14 +43,9 @@ ON_HOPPER = (
     "test_persistent_matmul_with_device_descriptors",
     "test_persistent_matmul_with_device_descriptors_in_every_order",
 )
-# These are about operands; `make test` has Hopper's, and Blackwell's in test_gluon_blackwell.py.
-OF_OPERANDS = (
-    "test_matmul_of_a_transposed_operand",
-    "test_matmul_tf32",
-    "test_matmul_fp8",
-    "test_matmul_int8",
-    "test_fused_attention",
-)
+# `make test-compile` has these about operands too: tests/softsm/isa has products of each kind in PTX, test_attention.py
+# Blackwell's attention in every order.
+OF_OPERANDS = ("test_matmul_of_a_transposed_operand", "test_matmul_tf32", "test_matmul_fp8", "test_matmul_int8")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -60,7 +55,7 @@ def pytest_collection_modifyitems(config, items):
         file, name = item.path.name, getattr(item, "originalname", "")
         if file in EITHER_TARGET and target == "sm_90a" or name in ON_HOPPER and target == "sm_100a":
             item.add_marker(pytest.mark.slow)
-        if file in FOREIGN or name in OF_OPERANDS and target == "sm_100a":
+        if file in FOREIGN or name in OF_OPERANDS or name == "test_fused_attention" and target == "sm_100a":
             item.add_marker(pytest.mark.compile)
     if not (config.getoption("softsm", False) or config.getoption("softsm_strict", False)):
         return
