@@ -16,6 +16,8 @@ import numpy as np
 
 from softsm.errors import Fault
 
+NULL, FAR = 1 << 16, 1 << 36  # bytes: no host has memory so low; an index of 32 bits does not lead so far
+
 
 @dataclass
 class Allocation:
@@ -38,6 +40,7 @@ class GlobalMemory:
     def __init__(self) -> None:
         self.starts: list[int] = []
         self.allocations: list[Allocation] = []
+        self.freed: list[tuple[int, int, str]] = []  # first address, size and name, for messages
         self.copies: list[tuple[str, np.ndarray, np.ndarray]] = []  # copies of read-only arguments: name, array, copy
 
     def check_copies(self) -> None:
@@ -96,8 +99,15 @@ class GlobalMemory:
 
     def describe(self, address: int, size: int, access: str) -> str:
         text = f"{access} of {size} bytes at global address {address:#x} is outside every known allocation"
+        for start, length, name in self.freed:
+            if start <= address < start + length:
+                return f"{text}; it lies in {name}, which was freed"
+        if address < NULL:
+            return text + "; it is a null pointer, or an offset from one"
         if not self.allocations:
             return text + "; there are none"
+        if all(self._distance(a, address, size) > FAR for a in self.allocations):
+            return text + ", and far from each: it may be a pointer of the host"
         nearest = f"{text}; nearest: {self._beside(self.allocations, address, size)}"
         # Prefer the kernel's own arguments: it more likely ran past one of these than past a tensor that lies nearer.
         given = [a for a in self.allocations if "argument " in a.name]
@@ -106,8 +116,12 @@ class GlobalMemory:
         return nearest
 
     @staticmethod
+    def _distance(a: Allocation, address: int, size: int) -> int:
+        return max(a.start - address, address + size - a.end, 0)
+
+    @staticmethod
     def _beside(allocations: list[Allocation], address: int, size: int) -> str:
-        near = min(allocations, key=lambda a: max(a.start - address, address + size - a.end, 0))
+        near = min(allocations, key=lambda a: GlobalMemory._distance(a, address, size))
         if address < near.start:
             place = f"{near.start - address} bytes before the start of"
         else:

@@ -248,6 +248,8 @@ class _Body:
                     body.append(Label(unique, scope.labels[name]))
             else:
                 self._directive(match, scope)
+        if all(isinstance(item, Label) for item in body):  # as LLVM leaves of undefined behaviour; its end is a return
+            body.append(Instruction("ret", (), (), None, self.function.line, 1, self.here, "ret;"))
         for name, inner, targets in self.pending:
             self._targets(name, inner, targets)
 

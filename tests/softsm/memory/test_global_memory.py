@@ -30,10 +30,25 @@ def test_overlapping_storages_are_one():
 
 def test_the_nearest_allocation_is_named_with_its_distance():
     with pytest.raises(Fault, match=r"nearest: 8 bytes past the end of argument x \(400 bytes"):
-        memory((4096, 400, "argument x"), (9000, 4, "argument y")).view(4496, 8)
+        memory((70000, 400, "argument x"), (90000, 4, "argument y")).view(70400, 8)
 
 
 def test_an_argument_is_named_although_another_tensor_lies_nearer():
-    known = memory((4096, 400, "argument x"), (4608, 400, "a tensor whose data_ptr() was taken"))
+    known = memory((70000, 400, "argument x"), (70512, 400, "a tensor whose data_ptr() was taken"))
     with pytest.raises(Fault, match=r"nearest: 8 bytes past .* was taken .*; nearest of the arguments: .* argument x"):
-        known.view(5008, 8)
+        known.view(70912, 8)
+
+
+@pytest.mark.parametrize(
+    "address, said",
+    [
+        (128, "a null pointer"),
+        (69920, "it lies in memory, which was freed"),
+        (1 << 47, "far from each: it may be a pointer"),
+    ],
+)
+def test_what_is_no_allocation_is_named(address, said):
+    known = memory((70000, 400, "argument x"))
+    known.freed = [(69900, 50, "memory")]
+    with pytest.raises(Fault, match=said):
+        known.view(address, 8)

@@ -451,3 +451,9 @@ def test_unclosed_comment_and_string():
         parse(HEAD + "/* open")
     with pytest.raises(PtxError, match='line 4, column 19: this string has no closing "'):
         parse(HEAD + '.global .b8 s[] = "open\n;')
+
+
+def test_a_body_without_instructions_is_a_return():
+    """LLVM leaves such a kernel of undefined behaviour: the program would run beyond its end."""
+    (only,) = parse(f"{HEAD}.visible .entry k()\n{{\n}}\n").functions["k"].body
+    assert only.opcode == "ret"

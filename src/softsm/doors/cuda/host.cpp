@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <csetjmp>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -87,11 +88,22 @@ API void __cudaRegisterVar(void **, char *host, char *, const char *name, int, s
     variables().push_back({host, name});
 }
 
-static jmp_buf end;
+static sigjmp_buf end;
 static int ended_with;
 extern "C" [[noreturn]] void __wrap_exit(int status) {
     ended_with = status;
-    longjmp(end, 1);
+    siglongjmp(end, 1);
+}
+API int softsm_serves = 0;  // calls of the table that have not returned
+// A bad pointer of the host side, or what std::terminate or free() ends, must not take softsm's findings with it.
+static const int fatal[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT};
+static void crashed(int signal) {
+    if (softsm_serves) {  // not the program
+        std::signal(signal, SIG_DFL);
+        raise(signal);
+        return;
+    }
+    __wrap_exit(128 + signal);
 }
 extern "C" [[noreturn]] void __wrap_abort() { __wrap_exit(134); }
 extern "C" int main(int, char **);
@@ -102,7 +114,13 @@ API int softsm_main(const Served *table, int count, char **words) {
     for (auto text : modules()) served.module(text);
     for (auto &f : functions()) served.function(f.symbol, f.name);
     for (auto &v : variables()) served.variable(v.symbol, v.name);
-    int status = setjmp(end) ? ended_with : main(count, words);
+    struct sigaction now = {}, before[sizeof fatal / sizeof *fatal];
+    now.sa_handler = crashed;
+    for (size_t i = 0; i < sizeof fatal / sizeof *fatal; i++) sigaction(fatal[i], &now, before + i);
+    int jumped = sigsetjmp(end, 1), status = jumped ? ended_with : main(count, words);
+    for (size_t i = 0; i < sizeof fatal / sizeof *fatal; i++) sigaction(fatal[i], before + i, nullptr);
+    if (jumped && status > 128)
+        fprintf(stderr, "softsm: the host code of the program was ended by a signal: %s\n", strsignal(status - 128));
     fflush(nullptr);
     return status;
 }

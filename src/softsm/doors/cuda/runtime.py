@@ -78,11 +78,13 @@ class Runtime:
         self.names: dict[int, str] = {}  # names of variables, by address of the host's shadow
         self.variables: dict[str, np.ndarray] = {}
         self.live: dict[int, tuple[int, np.ndarray]] = {}  # address -> size, what keeps it
+        self.freed: list[tuple[int, int, str]] = []
         self.texts: list[str] = []
         self.dynamic: dict[Kernel, int] = {}  # most bytes of dynamic shared memory that the program requested
         self.workspace = np.zeros(2, np.uint32)  # for cooperative launches: the size, and the barrier of the grid
         self.count = 0
         self.failure: BaseException | None = None
+        self.serves = INT()  # calls of `served` that have not returned
         self.flush: Callable[[], None] = lambda: None  # prints what the host has buffered first
 
     def served(self, name: str, function: Callable) -> Callable:
@@ -90,11 +92,14 @@ class Runtime:
         result = SERVED[name][0]
 
         def call(*arguments: Any) -> int | None:
+            self.serves.value += 1
             try:
                 return function(*arguments)
             except BaseException as problem:
                 self.failure = self.failure or problem
                 return None if result is None else self.failed()
+            finally:
+                self.serves.value -= 1
 
         return call
 
@@ -144,7 +149,13 @@ class Runtime:
 
     def free(self, at: int | None) -> int:
         self.synchronise()
-        return SUCCESS if not at or self.live.pop(at, None) is not None else INVALID_VALUE
+        if not at:
+            return SUCCESS
+        size, raw = self.live.pop(at, (0, None))
+        if raw is None:
+            return INVALID_VALUE
+        self.freed.append((at, size, f"memory (cudaMalloc of {size} bytes)"))
+        return SUCCESS
 
     def holds(self, at: int | None, size: int) -> bool:
         return at is not None and any(start <= at and at + size <= start + n for start, (n, _) in self.live.items())
@@ -177,6 +188,7 @@ class Runtime:
         known = GlobalMemory()
         for number, (start, (size, raw)) in enumerate(self.live.items()):
             known.add(start, size, f"allocation {number} (cudaMalloc of {size} bytes)", raw)
+        known.freed = self.freed
         known.add(self.workspace.ctypes.data, self.workspace.nbytes, "the barrier of the grid", self.workspace)
         return known
 
@@ -312,6 +324,7 @@ class Runtime:
         with tempfile.TemporaryDirectory() as folder, printed() as flush:
             own = shutil.copy(program.library, Path(folder) / "program.so")  # static variables of its own
             library = ctypes.CDLL(str(own))
+            self.serves = INT.in_dll(library, "softsm_serves")
 
             def flush_all() -> None:
                 library.softsm_flush()

@@ -193,3 +193,59 @@ def test_halves_and_bfloat16_are_right_and_silent(tmp_path):
     assert any(x.startswith(host) and x.count("nan") == 2 for x in done.output.splitlines()), done.output
     for said in ("half 4 1024: 32 32 64", "bfloat16 4 1024: 32", "1 2048 1 256 15872 16320 7 1 0.299805"):
         assert said in done.output.splitlines(), done.output
+
+
+MATHEMATICS = r"""
+#include <cuda_runtime.h>
+#include <math.h>
+#include <ctime>
+#include <cstdio>
+__global__ void functions(const float *x, float *y, int *out) {
+    int i = threadIdx.x;
+    float v = x[i], a = fabsf(v);
+    float r[] = {floorf(v) + ceilf(v) + truncf(v) + rintf(v) + roundf(v), fmodf(v, 1.7f), powf(a, 1.3f) + powf(v, 3),
+                 1e3f * expm1f(v * 1e-3f), log1pf(a) + log10f(a), tanhf(v),
+                 sinhf(v) * coshf(v), erff(v), sinf(v) + cosf(v)};
+    for (int k = 0; k < 9; k++) y[k * 64 + i] = r[k];
+    if (i) return;
+    long long before = clock64();
+    out[0] = __float2int_rn(2.5f) + __float2int_rd(-2.5f) + (int)__float2uint_rz(3.9f);
+    out[0] += __dp4a(0x01020304, 0x01010101, 5);
+    out[1] = __ldcg(out + 4);
+    __stcg(out + 2, (int)__mul24(-3, 5) + (int)__saturatef(2) + (int)__isGlobal(out));
+    out[3] = (clock64() > before) + atomicCAS_system(out + 5, 0, 1);
+}
+int main() {
+    float x[64], y[9 * 64], *dx, *dy;
+    int out[6] = {0, 0, 0, 0, 88, 0}, *dout;
+    for (int i = 0; i < 64; i++) x[i] = (i - 31.3f) * 0.21f;
+    cudaMalloc(&dx, sizeof x), cudaMalloc(&dy, sizeof y), cudaMalloc(&dout, sizeof out);
+    cudaMemcpy(dx, x, sizeof x, cudaMemcpyHostToDevice), cudaMemcpy(dout, out, sizeof out, cudaMemcpyHostToDevice);
+    functions<<<1, 64>>>(dx, dy, dout);
+    cudaMemcpy(y, dy, sizeof y, cudaMemcpyDeviceToHost), cudaMemcpy(out, dout, sizeof out, cudaMemcpyDeviceToHost);
+    double worst = 0;
+    for (int i = 0; i < 64; i++) {
+        double v = x[i], a = fabs(v);
+        double r[] = {floor(v) + ceil(v) + trunc(v) + rint(v) + round(v), fmod(v, 1.7f), pow(a, 1.3f) + pow(v, 3),
+                      1e3 * expm1((double)(x[i] * 1e-3f)), log1p(a) + log10(a), tanh(v),
+                      sinh(v) * cosh(v), erf(v), sin(v) + cos(v)};
+        for (int k = 0; k < 9; k++) worst = fmax(worst, fabs(y[k * 64 + i] - r[k]) / fmax(1, fabs(r[k])));
+    }
+    printf("%d %d %d %d %s\n", out[0], out[1], out[2], out[3], worst < 1e-5 ? "close" : "far");
+#ifdef BAD
+    *(volatile int *)0 = 1;
+#endif
+}
+"""
+
+
+def test_mathematics_conversions_and_cached_accesses(tmp_path):
+    done = checked(tmp_path, MATHEMATICS, "--order", "eager")
+    assert done.exit_code == 0 and "17 88 -13 1 close" in done.output, done.output
+
+
+def test_what_ends_the_host_side_does_not_end_the_check(tmp_path, capfd):
+    text = MATHEMATICS.replace("if (i) return;", "y[63 - i] = v;")
+    done = checked(tmp_path, text, "--order", "eager", "--clang-flags", "-DBAD")
+    assert done.exit_code == 1 and "race: " in done.output and "ended with status 139" in done.output, done.output
+    assert "was ended by a signal: Segmentation fault" in capfd.readouterr().err

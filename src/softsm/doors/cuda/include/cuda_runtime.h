@@ -431,20 +431,21 @@ SOFTSM_ATOMIC(atomicExch, float, "exch.b32", "f", b32)
 #undef SOFTSM_ATOMIC_OF
 SOFTSM_DEVICE int atomicSub(int *at, int value) { return atomicAdd(at, -value); }
 SOFTSM_DEVICE unsigned atomicSub(unsigned *at, unsigned value) { return atomicAdd(at, 0u - value); }
-SOFTSM_DEVICE unsigned atomicCAS(unsigned *at, unsigned compare, unsigned value) {
-    unsigned old;
-    asm volatile("atom.cas.b32 %0, [%1], %2, %3;" : "=r"(old) : "l"(at), "r"(compare), "r"(value) : "memory");
-    return old;
-}
-SOFTSM_DEVICE int atomicCAS(int *at, int compare, int value) {
-    return (int)atomicCAS((unsigned *)at, (unsigned)compare, (unsigned)value);
-}
-SOFTSM_DEVICE unsigned long long atomicCAS(unsigned long long *at, unsigned long long compare,
-                                           unsigned long long value) {
-    unsigned long long old;
-    asm volatile("atom.cas.b64 %0, [%1], %2, %3;" : "=l"(old) : "l"(at), "l"(compare), "l"(value) : "memory");
-    return old;
-}
+#define SOFTSM_CAS_OF(name, T, code, c)                                                                          \
+    SOFTSM_DEVICE T name(T *at, T compare, T value) {                                                            \
+        T old;                                                                                                   \
+        asm volatile("atom." code " %0, [%1], %2, %3;" : "=" c(old) : "l"(at), c(compare), c(value) : "memory"); \
+        return old;                                                                                              \
+    }
+#define SOFTSM_CAS(T, bits, c)                                                                                   \
+    SOFTSM_CAS_OF(atomicCAS, T, "cas." bits, c)                                                                  \
+    SOFTSM_CAS_OF(atomicCAS_block, T, "relaxed.cta.cas." bits, c)                                                \
+    SOFTSM_CAS_OF(atomicCAS_system, T, "relaxed.sys.cas." bits, c)
+SOFTSM_CAS(int, "b32", "r")
+SOFTSM_CAS(unsigned, "b32", "r")
+SOFTSM_CAS(unsigned long long, "b64", "l")
+#undef SOFTSM_CAS
+#undef SOFTSM_CAS_OF
 
 #define SOFTSM_APPROXIMATE(name, code)                                                                           \
     SOFTSM_DEVICE float name(float x) {                                                                          \
@@ -520,23 +521,6 @@ SOFTSM_DEVICE unsigned __funnelshift_l(unsigned low, unsigned high, unsigned by)
 SOFTSM_DEVICE unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
     return (unsigned)(((unsigned long long)high << 32 | low) >> (by & 31));
 }
-// A load of read-only data, so that the checker sees a kernel that writes what it reads so.
-template <typename T> SOFTSM_DEVICE T __ldg(const T *at) {
-    if constexpr (sizeof(T) == 4) {
-        unsigned value;
-        asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(value) : "l"(at));
-        return __builtin_bit_cast(T, value);
-    } else if constexpr (sizeof(T) == 8) {
-        unsigned long long value;
-        asm volatile("ld.global.nc.b64 %0, [%1];" : "=l"(value) : "l"(at));
-        return __builtin_bit_cast(T, value);
-    } else if constexpr (sizeof(T) == 16) {
-        struct { unsigned long long part[2]; } value;
-        asm volatile("ld.global.nc.v2.b64 {%0, %1}, [%2];" : "=l"(value.part[0]), "=l"(value.part[1]) : "l"(at));
-        return __builtin_bit_cast(T, value);
-    } else {
-        return *at;
-    }
-}
 #undef SOFTSM_DEVICE
 #undef SOFTSM_ONLY_DEVICE
+#include "softsm_math.h"
