@@ -13,13 +13,21 @@ from dsv4 import reference
 from dsv4.fmha import problem
 from dsv4.fmha.kernels.sm90 import entry, varlen_order
 from dsv4.fmha.kernels.tiles import PackedSequences
-from dsv4.runtime import dispatch
+from dsv4.runtime import calls, dispatch
+from dsv4.runtime.program import Launch
 
 SEED = 20261118
 
 
 def starts(lengths):
     return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def list_row_tiles(programs, lists, rows, causal):
+    """As a call launches it: for all numbers one variant."""
+    constants = dict(M=rows, CAUSAL=causal, num_warps=4)
+    with softsm.use("sm_90a"):
+        calls.launch(Launch(varlen_order.list_row_tiles, (programs,), [*lists], constants))
 
 
 def listed(q_lengths, k_lengths, kv_heads, group, blocks, rows, causal):
@@ -29,8 +37,7 @@ def listed(q_lengths, k_lengths, kv_heads, group, blocks, rows, causal):
     entries = torch.full(((most + 1) * 8,), -1, dtype=torch.int32)
     sequences = PackedSequences(cu_q, cu_k, len(q_lengths), int(cu_q[-1]), int(cu_k[-1]))
     lists = entries, sequences, varlen_order.Rows(group, kv_heads, most), blocks
-    with softsm.use("sm_90a"):
-        varlen_order.list_row_tiles[(len(q_lengths),)](*lists, M=rows, CAUSAL=causal, num_warps=4)
+    list_row_tiles(len(q_lengths), lists, rows, causal)
     return entries.view(-1, 8)[1 : 1 + int(entries[0]), :6].tolist()
 
 
@@ -74,8 +81,7 @@ def test_starts_that_fall_write_no_more_entries_than_there_are(causal):
     cu = torch.tensor([0, 600, 0, 600, 0, 600]).int()
     entries = torch.full((100 * 8,), -1, dtype=torch.int32)
     lists = entries, PackedSequences(cu, cu, 5, 600, 600), varlen_order.Rows(1, 1, 9), varlen_order.Blocks(5, 1)
-    with softsm.use("sm_90a"):
-        varlen_order.list_row_tiles[(5,)](*lists, M=128, CAUSAL=causal, num_warps=4)
+    list_row_tiles(5, lists, 128, causal)
     assert int(entries[0]) == 9 and (entries.view(-1, 8)[10:] == -1).all()
     for row, head, first, tokens, first_key, keys in entries.view(-1, 8)[1:10, :6].tolist():
         assert (head, first, tokens, first_key, keys) == (0, 0, 600, 0, 600) and row in range(0, 600, 128)
