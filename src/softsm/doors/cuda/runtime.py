@@ -230,6 +230,9 @@ class Runtime:
             return INVALID_VALUE
         if self.failure is not None:
             return self.failed()
+        if 0 in grid:  # Triton skips such a launch, CUDA refuses it
+            print(f"softsm: {readable(kernel.name)}: grid: got {tuple(grid)}; accepted: 1 or more", file=sys.stderr)
+            return INVALID_CONFIGURATION
         if how & COOPERATIVE and math.prod(grid) > self.sms * self.occupancy(0, math.prod(block), shared):
             return TOO_LARGE
         params = kernel.function.params

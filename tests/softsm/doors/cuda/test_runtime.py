@@ -76,6 +76,8 @@ int main(int count, char **words) {
     cudaGetLastError();
     sum<<<1, 2048>>>(x);
     printf("%s\n", cudaGetErrorName(cudaGetLastError()));
+    sum<<<100 / 128, 128>>>(x);
+    printf("no grid: %s\n", cudaGetErrorName(cudaGetLastError()));
     if (count > 1 && !strcmp(words[1], "race")) reverse<false><<<1, 128>>>(x, out);
     if (count > 1 && !strcmp(words[1], "past")) {
         past<<<1, 128>>>(x);
@@ -94,6 +96,7 @@ SAID = [
     "ranks 0 1 0 1",
     "invalid argument",
     "cudaErrorInvalidConfiguration",
+    "no grid: cudaErrorInvalidConfiguration",
 ]
 
 
