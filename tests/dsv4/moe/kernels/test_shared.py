@@ -25,7 +25,7 @@ def test_numbers_are_those_of_the_torch_code(activations):
     x[:, 32:64] *= 2**-12  # which a scale for 128 columns makes coarse
     w13[:, 32:64] *= 2**12
     p = plan.without_memory((t, 2, 4, 768, 128), "sm90", ("mxfp4", "fp8_128"), False, False)
-    p = replace(p, x=x, shared_w13=w13, shared_w2=w2, activations=activations, limit=3.0)
+    p = replace(p, x=x, shared_w13=w13, shared_w2=w2, options=p.options._replace(activations=activations, limit=3.0))
     got = torch.full((t, h), float("nan"), dtype=torch.bfloat16)
     with launches.race_free("sm_90a"):
         program = Program(dict(x=x, w13=w13, w2=w2, got=got), x.device)
@@ -36,7 +36,8 @@ def test_numbers_are_those_of_the_torch_code(activations):
     want = cpu.shared(p).double()
     assert not got[2].any()
     assert (got.double() - want).norm() <= 2**-8 * want.norm()
-    other = cpu.shared(replace(p, activations="fp8_32" if activations == "fp8_128" else "fp8_128")).double()
+    other_recipe = p.options._replace(activations="fp8_32" if activations == "fp8_128" else "fp8_128")
+    other = cpu.shared(replace(p, options=other_recipe)).double()
     assert (other - want).norm() > 2**-7 * want.norm()  # the recipe is seen
 
 
