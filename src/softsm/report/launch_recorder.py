@@ -391,8 +391,7 @@ class LaunchRecorder(Observer):
                 else:
                     a[4] = time
         for column, columns in held:
-            line = cta.tmem.allocations[column].line
-            self.recorder.allocations.append([self.index, sm, number, time, -1, column, columns, line])
+            self.recorder.allocations.append([self.index, sm, number, time, -1, column, columns])
 
     def buffer(self, low: int, high: int) -> Buffer:
         key = (self.index, low, high)

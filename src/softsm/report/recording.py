@@ -126,7 +126,7 @@ class Recorder:
         self.barriers: list[Barrier] = []
         self.buffers: dict[tuple[int, int, int], Buffer] = {}  # (launch, low, high)
         self.tensor: list[tuple[int, int, int, int, int, int, str]] = []  # launch, cta, start, end, columns, what
-        self.allocations: list[list] = []  # launch, sm, cta, start, end, column, columns, line
+        self.allocations: list[list] = []  # launch, sm, cta, start, end, column, columns
         self.clocks: dict[Track, Clock] = {}
         self.operations: dict[tuple[Track, str], list[int]] = defaultdict(lambda: [0, 0])  # count, bytes
         self.lines: dict[tuple[int, int], int] = defaultdict(int)  # (launch, PTX line) -> times a macro ran

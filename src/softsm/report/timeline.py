@@ -98,7 +98,7 @@ class Writer:
 
     def counters(self) -> None:
         changes: dict[tuple, list[tuple[int, int]]] = {}
-        for launch, _, cta, start, end, _, columns, _ in self.recorder.allocations:
+        for launch, _, cta, start, end, _, columns in self.recorder.allocations:
             if cta < len(self.recorder.launches[launch].ctas):
                 changes.setdefault((launch, cta, "TMEM columns allocated", "columns"), []).extend(
                     [(start, columns), (end, -columns)]
