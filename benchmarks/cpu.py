@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import cpu_v4
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+import cpu_v4
 import dsv4
 from dsv4.fmha import cpu
 

@@ -26,7 +26,6 @@ from copies import Copies
 from crossbar import Crossbar
 from dependents import Dependents
 from everyday import Everyday
-from instructions import OPERATIONS, Instructions
 from memory import Memory
 from neighbours import Neighbours
 from overlap import Overlap
@@ -36,6 +35,8 @@ from strips import Strips
 from sums import Gathers, Sums
 from synchronisation import Synchronisation
 from turns import Turns
+
+from instructions import OPERATIONS, Instructions
 
 GROUPS = {b.group: b for b in (Instructions, Products, Memory, Copies, Synchronisation, Clock, Overlap, Strips, Turns,
                                Dependents, Everyday, SharedLimits, Crossbar, Sums, Gathers, Cold,

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from instructions import OPERATIONS
 from products import TILE, Products, beside
 from turns import Turns
+
+from instructions import OPERATIONS
 
 MEASURED = Path(__file__).resolve().parents[1] / "results" / "microbench-h200.json"
 FEW, MANY = 10, 30  # rounds: the difference has no beginning and no end

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from bench import Bench, Row
-from instructions import OPERATIONS, SETUP
 from ptx import fill_shared, frame, init_barriers, loop, wait
+
+from instructions import OPERATIONS, SETUP
 
 TILE = 64 << 10  # of shared memory that operands lie in
 DESCRIPTOR = (1 << 62) | (64 << 32) | (1 << 16)  # 128-byte swizzle, 1024 bytes between groups of eight rows

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from bench import Bench, Row
-from instructions import OPERATIONS, SETUP
 from products import COMMIT, FENCE, TILE, descriptors, interval, product, use, wait_group, zero
 from products import beside as beside_products
 from ptx import fill_shared, frame, loop
+
+from instructions import OPERATIONS, SETUP
 
 CHAINS = 16  # accumulators that the other work goes over
 

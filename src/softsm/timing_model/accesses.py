@@ -31,7 +31,7 @@ UNEVEN, MANY_SECTORS = 1.25, 8
 PARTS_OF_LINES = 2.5  # sectors of a line: below it, device memory may deliver more than was requested
 ROW_STEP = 64 << 10  # bytes: a larger step leaves the row
 DEVICE_PAGE = 1 << 10  # bytes of device memory that one bank holds open
-ZEROS = 2  # lines that one counts for that cp.async fills with zeros instead of copying (timing_parts.py, conv)
+ZEROS = 2  # lines that one counts for that cp.async fills with zeros instead of copying (parts.py, conv)
 
 
 def _counts() -> dict:

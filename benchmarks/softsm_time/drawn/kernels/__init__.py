@@ -1,0 +1,1 @@
+"""The families' kernels, written plainly: a user's, not tuned."""
