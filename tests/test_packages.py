@@ -116,7 +116,7 @@ runpy.run_path(f"{sys.prefix}/bin/dsv4", run_name="__main__")
 @pytest.mark.slow
 def test_an_installation_computes_finds_its_plug_ins_and_both_commands_say_their_version(fresh: Path) -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert run(fresh / "bin" / "python", "-c", PROGRAM, cwd=fresh) == f"{version}\n"
+    assert run(fresh / "bin" / "python", "-c", PROGRAM, cwd=fresh) == f"dsv4 {version}\n"
     assert run(fresh / "bin" / "softsm", "--version", cwd=fresh) == f"softsm {version}\n"
 
 

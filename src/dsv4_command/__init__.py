@@ -1,6 +1,5 @@
-"""The command `dsv4`: its options and its exit status. `import dsv4` imports torch, which takes seconds. So this
-separate
-package imports dsv4 only when a command begins its work: help and wrong usage do not wait."""
+"""The command `dsv4`: its options and its exit status. `import dsv4` imports torch, which takes seconds. So this is a
+package of its own, which imports dsv4 only when a command begins its work: help and wrong usage do not wait."""
 
 from __future__ import annotations
 
@@ -45,12 +44,19 @@ class Commands(typer.core.TyperGroup):
         except UsageError as problem:
             # no text: no argument at all, and typer has shown the help
             if text := told(problem):
-                print(f"{problem.ctx.command_path if problem.ctx else 'dsv4'}: {text}", file=sys.stderr)
+                print(f"{self.path(problem, args, options)}: {text}", file=sys.stderr)
             sys.exit(2)
         except typer.Abort:
             print("dsv4: interrupted", file=sys.stderr)
             sys.exit(130)
         return sys.exit(status or 0) if alone else status
+
+    def path(self, problem: Any, args: tuple[Any, ...], options: dict[str, Any]) -> str:
+        """Return `dsv4 COMMAND`. The parser's own errors do not name the command."""
+        if problem.ctx:
+            return problem.ctx.command_path
+        given = (args[0] if args else options.get("args")) or sys.argv[1:]
+        return " ".join(["dsv4", *[x for x in given if x in self.commands][:1]])
 
 
 app = typer.Typer(
@@ -60,12 +66,13 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
 def show_version(asked: bool) -> None:
     if asked:
-        print(version_of("dsv4"))
+        print(f"dsv4 {version_of('dsv4')}")
         raise typer.Exit()
 
 

@@ -35,7 +35,7 @@ def told(problem: Any) -> str:
     if kind == "MissingParameter":
         return f"{name}: is missing"
     if kind == "BadParameter" and text.startswith("Invalid value"):
-        return f"{name}: {problem.message[:1].lower()}{problem.message[1:].partition(', unable to')[0]}"
+        return f"{name}: {wrong_value(problem)}"
     if unknown := re.match("No such command '(.*?)'", text):
         return f"{unknown[1]}: there is no such command{near(unknown[1], problem.ctx.command.commands)}"
     if many := re.match(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", text):
@@ -43,8 +43,17 @@ def told(problem: Any) -> str:
     return text
 
 
+def wrong_value(problem: Any) -> str:
+    """Return what was given and what is accepted; the exception that typer wraps has the value."""
+    message = problem.message[:1].lower() + problem.message[1:].partition(", unable to")[0]
+    errors = getattr(problem.__context__, "errors", None)
+    if errors is None:  # an older typer, whose message has the value
+        return message
+    return f"got {errors()[0]['input']!r}; {message.replace('input should be', 'accepted:')}"
+
+
 def near(name: str, known: Iterable[str] | None) -> str:
-    closest = difflib.get_close_matches(name, known or (), 1, 0.0)
+    closest = difflib.get_close_matches(name, known or (), 1, 0.4)
     return f"; did you mean {closest[0]}?" if closest else ""
 
 

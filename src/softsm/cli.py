@@ -44,12 +44,19 @@ class Commands(typer.core.TyperGroup):
         except UsageError as problem:
             # Without an argument there is no text, and typer has shown the help.
             if text := told(problem):
-                typer.echo(f"{problem.ctx.command_path if problem.ctx else 'softsm'}: {text}", err=True)
+                typer.echo(f"{self.path(problem, args, options)}: {text}", err=True)
             sys.exit(2)
         except typer.Abort:
             typer.echo("softsm: interrupted", err=True)
             sys.exit(130)
         return sys.exit(status or 0) if alone else status
+
+    def path(self, problem: Any, args: tuple[Any, ...], options: dict[str, Any]) -> str:
+        """Returns `softsm COMMAND`. The parser's own errors do not name the command."""
+        if problem.ctx:
+            return problem.ctx.command_path
+        given = (args[0] if args else options.get("args")) or sys.argv[1:]
+        return " ".join(["softsm", *[x for x in given if x in self.commands][:1]])
 
 
 app = typer.Typer(
@@ -57,6 +64,7 @@ app = typer.Typer(
     help="A streaming multiprocessor in software: runs PTX, and Triton or Gluon programs, on a CPU.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -93,7 +101,8 @@ def command(work: Callable[..., None]) -> None:
 
     run.__doc__ = work.__doc__
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    app.command(work.__name__, context_settings={"ignore_unknown_options": True})(run)
+    settings = {"ignore_unknown_options": True, "help_option_names": ["--help"]}  # -h may be the program's
+    app.command(work.__name__, context_settings=settings)(run)
 
 
 def _show_version(asked: bool) -> None:
@@ -298,7 +307,7 @@ def time(
             execute("eager", 0)
         timers.append(timer)
         ends.append(end)
-    typer.echo(prediction.shown(timers, json))
+    typer.echo(prediction.shown(timers, ends, json))
     if output is not None:
         for path in prediction.timelines(timers[0], output):
             typer.echo(f"wrote {path}", err=json)

@@ -295,13 +295,14 @@ WRONG_USAGE = [
     ("doctor --jsn", "dsv4 doctor: --jsn: there is no such option; did you mean --json?"),
     ("hub --y", "dsv4 hub: --y: there is no such option"),
     ("support --write no/file.md", "dsv4 support: no/file.md: No such file or directory"),
-    ("verify --json", "dsv4: --json: needs a value"),
-    ("doctor --run=3", "dsv4: --run: has no value"),
+    ("bogus", "dsv4: bogus: there is no such command\n"),
+    ("verify --json", "dsv4 verify: --json: needs a value"),
+    ("doctor --run=3", "dsv4 doctor: --run: has no value"),
     ("doctor all", "dsv4 doctor: all: there is no such argument"),
     ("compile", "dsv4 compile: --out: is missing"),
     ("completion", "dsv4 completion: shell: is missing"),
-    ("bench --repeats x", "dsv4 bench: --repeats: "),
-    ("verify --jobs 0", "dsv4 verify: --jobs: "),
+    ("bench --repeats x", "dsv4 bench: --repeats: got 'x'; accepted: a valid integer"),
+    ("verify --jobs 0", "dsv4 verify: --jobs: got '0'; accepted: greater than or equal to 1"),
     ("bench --suite nope", "dsv4 bench: --suite: got 'nope'; accepted: dense"),
     ("completion csh", "dsv4 completion: shell: got 'csh'; accepted: bash, zsh, fish"),
 ]
@@ -350,7 +351,7 @@ for command in json.loads(sys.argv[1]):
 
 def test_help_and_wrong_usage_do_not_wait_for_torch():
     names = [x.name or x.callback.__name__ for x in app.registered_commands]
-    asks = [["--version"], ["--help"], ["completion", "zsh"], *([name, "--help"] for name in names)]
+    asks = [["--version"], ["--help"], ["verify", "-h"], ["completion", "zsh"], *([name, "--help"] for name in names)]
     wrong = [command.split() for command, _ in (*WRONG_VALUES, *WRONG_USAGE) if command not in WORK]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     run = [sys.executable, "-c", WITHOUT_TORCH, json.dumps(asks + wrong)]
@@ -379,7 +380,7 @@ def test_the_command_knows_what_its_work_accepts():
 
 
 def test_version() -> None:
-    assert run("--version").out == f"{dsv4.__version__}\n"
+    assert run("--version").out == f"dsv4 {dsv4.__version__}\n"
 
 
 def test_verify_gives_one_line_to_cases_that_fail_for_one_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,9 @@ def emulator() -> Finding:
     try:
         folder = Path(dispatch.import_softsm().__file__ or "").parent
     except ImportError as why:
-        return Finding("softsm", found or "not installed", None if found is None else False, str(why))
+        if found is None:
+            return Finding("softsm", "not installed", None, "optional: pip install ./packages/softsm in a clone")
+        return Finding("softsm", found, False, str(why))
     needs = ", ".join(f"{package} {show.version_of(package)}" for package in ("numba", "ml_dtypes"))
     return Finding("softsm", found or "from sources", True, f"{folder}; {needs}")
 

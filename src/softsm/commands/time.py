@@ -76,11 +76,16 @@ def ending(file: Path) -> Iterator[End]:
         end.words, end.failed = f"{shown}{file} {STOPPED}", True
 
 
-def shown(timers: list[Timer], as_json: bool) -> str:
+def shown(timers: list[Timer], ends: list[End], as_json: bool) -> str:
     if as_json:
         runs = [
-            {"us": round(t.us, 2), "launches": [report.as_dict(p) for p in t.predictions], "left_out": t.left_out}
-            for t in timers
+            {
+                "us": round(t.us, 2),
+                "launches": [report.as_dict(p) for p in t.predictions],
+                "left_out": t.left_out,
+                "failure": end.words or None,
+            }
+            for t, end in zip(timers, ends)
         ]
         data = {"runs": runs, **compare.as_dict(*_both(timers))} if len(timers) == 2 else runs[0]
         return json.dumps({"schema": SCHEMA, "softsm": __version__, **data}, indent=1)

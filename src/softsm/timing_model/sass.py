@@ -79,7 +79,8 @@ def _wheel() -> tuple[Any, Any]:
         import triton
         from triton.backends.nvidia import compiler
     except ImportError as missing:
-        raise ToolError("softsm time needs Triton's wheel, which holds ptxas and nvdisasm") from missing
+        why = "softsm time needs Triton's wheel, which holds ptxas and nvdisasm: pip install triton"
+        raise ToolError(why) from missing
     return triton, compiler
 
 

@@ -47,6 +47,8 @@ def test_launches_before_a_failed_check_have_their_times(tmp_path) -> None:
     assert done.exit_code == 1, done.output
     assert done.output.count("doubled on H200: ") == 1
     assert "AssertionError: far off" in done.output and "If it was a check of results" in done.output
+    found = json.loads(timed(tmp_path, "launch(1)\nassert False, 'far off'\n", "--json").stdout)
+    assert len(found["launches"]) == 1 and "AssertionError: far off" in found["failure"]
 
 
 @pytest.mark.parametrize(("status", "code"), [(0, 0), (3, 1)])
