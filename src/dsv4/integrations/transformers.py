@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4.integrations.wrapping import wrap
 from dsv4.runtime import checks
 from dsv4.runtime.checks import Backend
 from dsv4.v4.api import v4_attention
@@ -78,9 +79,9 @@ def note_layers() -> None:
     except ImportError as missing:
         needed = "dsv4.integrations.transformers needs transformers with DeepSeek-V4 (pip install 'dsv4[hf]')"
         raise ImportError(needed) from missing
-    _wrap(model.DeepseekV4Attention, _attention_forward)
-    _wrap(model.DeepseekV4Indexer, _indexer_forward)
-    _wrap(model.DeepseekV4DecoderLayer, _layer_forward)
+    wrap(model.DeepseekV4Attention, "forward", _attention_forward)
+    wrap(model.DeepseekV4Indexer, "forward", _indexer_forward)
+    wrap(model.DeepseekV4DecoderLayer, "forward", _layer_forward)
 
 
 def window_lists(
@@ -181,14 +182,6 @@ def _padded(x: Tensor) -> Tensor:
         raise ValueError(f"head_dim: got {d}; accepted: at most {checks.HEAD_DIMS[-1]}")
     wider = next(n for n in checks.HEAD_DIMS if n >= d)
     return x if wider == d else torch.nn.functional.pad(x, (0, wider - d))
-
-
-def _wrap(cls: type, make: Callable) -> None:
-    original = cls.forward  # type: ignore[attr-defined]
-    if not hasattr(original, "_dsv4"):
-        wrapper: Any = functools.wraps(original)(make(original))
-        wrapper._dsv4 = True
-        cls.forward = wrapper  # type: ignore[attr-defined]
 
 
 def _layer_forward(original: Callable) -> Callable:

@@ -18,6 +18,7 @@ import functools
 from typing import Any
 
 from dsv4.integrations import flash_attn
+from dsv4.integrations.wrapping import wrap
 from dsv4.runtime import checks
 from dsv4.runtime.checks import Backend
 
@@ -40,8 +41,7 @@ def register(name: str = NAME, *, backend: Backend = "auto") -> None:
         from transformers.masking_utils import flash_attention_mask
     except ImportError as missing:
         raise ImportError(f"{__name__} needs transformers 5.17 or newer (pip install 'dsv4[hf]')") from missing
-    if not hasattr(utils._lazy_imports, "_dsv4"):
-        utils._lazy_imports = _answering(utils._lazy_imports)
+    wrap(utils, "_lazy_imports", _answering)
     _answers[name] = backend
     forwards: dict[str, Any] = {name: flash_attention_forward}
     try:  # transformers before 5.22 has a function of its own for pages, under a name of its own
@@ -60,7 +60,6 @@ def register(name: str = NAME, *, backend: Backend = "auto") -> None:
 def _answering(find: Any) -> Any:
     """Extend transformers' search for the functions of an implementation by ours."""
 
-    @functools.wraps(find)
     def lazy_imports(implementation: str | None, *rest: Any, **options: Any) -> tuple:
         backend = _answers.get((implementation or "").removeprefix("paged|"))
         if backend is None:
@@ -70,7 +69,6 @@ def _answering(find: Any) -> Any:
         calls = (flash_attn.flash_attn_func, flash_attn.flash_attn_varlen_func)
         return (*(functools.partial(f, backend=backend) for f in calls), None, _pad_input, _unpad_input)
 
-    lazy_imports._dsv4 = True  # type: ignore[attr-defined]
     return lazy_imports
 
 

@@ -20,9 +20,7 @@ from dsv4.integrations.vllm import (
     refuse,
     switch,
 )
-
-MARK = "_dsv4_wrapped"
-
+from dsv4.integrations.wrapping import wrap
 
 asked = False  # whether a configuration that another process sent requests dsv4
 ready = False  # vLLM has called register() in this process
@@ -56,20 +54,17 @@ def configurations() -> None:
     """Let every new configuration of this process install what it needs, check it, and report it in the log."""
     from vllm.config import VllmConfig
 
-    made = VllmConfig.__post_init__
-    if hasattr(made, MARK):
-        return
+    def checking(made: Callable[[Any], None]) -> Callable[[Any], None]:
+        def post_init(self: Any) -> None:
+            if choice.asks(self):
+                everything()
+            choice.check(self)
+            made(self)
+            choice.report(self)
 
-    @functools.wraps(made)
-    def post_init(self: Any) -> None:
-        if choice.asks(self):
-            everything()
-        choice.check(self)
-        made(self)
-        choice.report(self)
+        return post_init
 
-    setattr(post_init, MARK, True)
-    VllmConfig.__post_init__ = post_init
+    wrap(VllmConfig, "__post_init__", checking)
 
 
 def by_configuration() -> None:
@@ -113,15 +108,6 @@ def backend_member() -> Any:
     if ready:
         everything()
     return AttentionBackendEnum[BACKEND]
-
-
-def wrap(where: Any, name: str, made: Callable[[Any], Any]) -> None:
-    """Replace where.name by made(its old value). A second call does nothing."""
-    theirs = getattr(where, name)
-    if not hasattr(theirs, MARK):
-        ours = functools.wraps(theirs, updated=())(made(theirs))
-        setattr(ours, MARK, True)
-        setattr(where, name, ours)
 
 
 def the_indexer() -> None:
@@ -196,18 +182,15 @@ def on_a_cpu() -> None:
 
         return attention
 
+    def naming(theirs: Callable[..., str]) -> Callable[..., str]:
+        def get_attn_backend_cls(selected_backend: Any, attn_selector_config: Any, **options: Any) -> str:
+            if getattr(selected_backend, "name", None) != BACKEND:
+                return theirs(selected_backend, attn_selector_config, **options)
+            if attn_selector_config.use_mla or attn_selector_config.use_sparse:
+                refuse("--attention-backend", f"{BACKEND} for MLA layers", "dense models and DeepSeek-V4")
+            return DENSE
+
+        return get_attn_backend_cls
+
     wrap(model, "DeepseekV4CPUAttention", choosing)
-    named = CpuPlatform.get_attn_backend_cls.__func__
-    if hasattr(named, MARK):
-        return
-
-    @functools.wraps(named)
-    def get_attn_backend_cls(cls: Any, selected_backend: Any, attn_selector_config: Any, **options: Any) -> str:
-        if getattr(selected_backend, "name", None) != BACKEND:
-            return named(cls, selected_backend, attn_selector_config, **options)
-        if attn_selector_config.use_mla or attn_selector_config.use_sparse:
-            refuse("--attention-backend", f"{BACKEND} for MLA layers", "dense models and DeepSeek-V4")
-        return DENSE
-
-    setattr(get_attn_backend_cls, MARK, True)
-    CpuPlatform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
+    wrap(CpuPlatform, "get_attn_backend_cls", naming)
