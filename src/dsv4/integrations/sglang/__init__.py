@@ -28,6 +28,8 @@ from collections import Counter
 from importlib import metadata
 from typing import NoReturn
 
+from dsv4.integrations.engines import named_parts
+
 SWITCH = "DSV4_SGLANG"
 PARTS_SWITCH = "DSV4_SGLANG_PARTS"
 PARTS = ("indexer", "compressor", "insertion", "experts")  # parts that may be replaced besides the attention
@@ -69,10 +71,7 @@ def register() -> None:
 
 def parts() -> list[str]:
     """Return the parts that DSV4_SGLANG_PARTS names; a ValueError names unknown ones."""
-    named = [part.strip() for part in os.environ.get(PARTS_SWITCH, "").split(",") if part.strip()]
-    if unknown := [part for part in named if part not in PARTS]:
-        raise ValueError(f"{PARTS_SWITCH}: got {', '.join(unknown)}; accepted: any of {', '.join(PARTS)}, or nothing")
-    return named
+    return named_parts(PARTS_SWITCH, PARTS)
 
 
 def refuse(what: str, got: object, accepted: str, instead: str = f"{SWITCH}=0") -> NoReturn:

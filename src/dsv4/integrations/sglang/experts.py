@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dsv4.integrations.engine_experts import EngineExperts
+from dsv4.integrations.engines import EngineExperts, unsupported_sizes
 from dsv4.integrations.sglang import PARTS_SWITCH, calls, refuse
 
 PARAMETERS = ("w13_weight", "w13_weight_scale_inv", "w2_weight", "w2_weight_scale_inv")
@@ -37,9 +37,8 @@ class Method:
     ) -> None:
         import torch
 
-        if hidden_size % 256 or intermediate_size_per_partition % 128:
-            got = f"experts of sizes {hidden_size} and {intermediate_size_per_partition} on a rank"
-            refuse(PARTS_SWITCH, got, "multiples of 256 and 128, or no experts among the parts")
+        if why := unsupported_sizes(hidden_size, intermediate_size_per_partition):
+            refuse(PARTS_SWITCH, *why)
         self._fp8.create_weights(
             layer,
             num_experts,

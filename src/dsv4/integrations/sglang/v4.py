@@ -2,10 +2,10 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dsv4.integrations import flash_mla
+from dsv4.integrations.engines import rows_of_prompts
 from dsv4.integrations.sglang import calls
 from dsv4.runtime import checks
 
@@ -80,9 +80,5 @@ def flash_mla_sparse_fwd(
     calls["prefill"] += 1
     if kv.ndim == 2:
         kv = kv[:, None]
-    if not q.is_cuda:
-        kv = kv.to(q.dtype)  # convert whatever the model's dtype is; exact
-        if topk_length is not None:  # values are checked there
-            past = torch.arange(indices.shape[-1]) >= topk_length[:, None, None]
-            indices = indices.masked_fill(past, -1)
+    kv, indices = rows_of_prompts(q, kv, indices, topk_length)
     return flash_mla.flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v, attn_sink, topk_length)

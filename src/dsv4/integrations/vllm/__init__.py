@@ -31,16 +31,14 @@ import os
 from collections import Counter
 from typing import NoReturn
 
+from dsv4.integrations.engines import named_parts
+
 SWITCH = "DSV4_VLLM"
 PARTS_SWITCH = "DSV4_VLLM_PARTS"
 ROWS_SWITCH = "DSV4_VLLM_ROWS"
 OWN_ROWS = "v41"
-PARTS = (
-    "indexer",
-    "compressor",
-    "insertion",
-    "experts",
-)  # parts that may be replaced besides the attention; the first is the default
+# parts that may be replaced besides the attention; the first is the default
+PARTS = ("indexer", "compressor", "insertion", "experts")
 BACKEND = "DSV4_GLUON"
 DENSE = "dsv4.integrations.vllm.dense.Backend"
 PLUGIN = "dsv4"  # the name of the entry point, in VLLM_PLUGINS
@@ -64,10 +62,7 @@ def switch() -> bool | None:
 
 def parts() -> list[str]:
     """Return the parts that DSV4_VLLM_PARTS names; a ValueError names unknown ones."""
-    named = [part.strip() for part in os.environ.get(PARTS_SWITCH, PARTS[0]).split(",") if part.strip()]
-    if unknown := [part for part in named if part not in PARTS]:
-        raise ValueError(f"{PARTS_SWITCH}: got {', '.join(unknown)}; accepted: any of {', '.join(PARTS)}, or nothing")
-    return named
+    return named_parts(PARTS_SWITCH, PARTS, default=PARTS[0])
 
 
 def rows() -> str:
@@ -79,9 +74,8 @@ def rows() -> str:
 
 
 def register() -> None:
-    """Install the plug-in. vLLM calls this in each of its processes; a second call does nothing. Imports that may fail
-    are in here: vLLM swallows
-    errors of the entry point's import, but not of this call."""
+    """Install the plug-in. vLLM calls this in each of its processes; a second call does nothing. Imports of vLLM,
+    which may fail, are in here: vLLM swallows errors of the entry point's import, but not of this call."""
     on = switch()
     if on is False:
         say(f"dsv4 is installed and off; {SWITCH}=1 switches its attention on")

@@ -9,8 +9,8 @@ from torch import Tensor
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4MoEMethod
 
-from dsv4.integrations.engine_experts import EngineExperts
-from dsv4.integrations.vllm import calls, refuse
+from dsv4.integrations.engines import EngineExperts, unsupported_sizes
+from dsv4.integrations.vllm import PARTS_SWITCH, calls, refuse
 
 PARAMETERS = ("w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale")
 
@@ -28,14 +28,13 @@ class Method(Mxfp4MoEMethod):
         self.ours: EngineExperts | None = None
 
     def maybe_roundup_sizes(self, hidden_size: int, intermediate_size_per_partition: int, *_: Any, **__: Any) -> Any:
-        if hidden_size % 256 or intermediate_size_per_partition % 128:
-            got = f"experts of sizes {hidden_size} and {intermediate_size_per_partition} on a rank"
-            refuse("DSV4_VLLM_PARTS", got, "multiples of 256 and 128, or no experts among the parts")
+        if why := unsupported_sizes(hidden_size, intermediate_size_per_partition):
+            refuse(PARTS_SWITCH, *why)
         return hidden_size, intermediate_size_per_partition
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if getattr(layer, "w13_bias", None) is not None or getattr(layer, "apply_router_weight_on_input", False):
-            refuse("DSV4_VLLM_PARTS", "experts with a bias or with weights on their input", "those of DeepSeek-V4")
+            refuse(PARTS_SWITCH, "experts with a bias or with weights on their input", "those of DeepSeek-V4")
         self.ours = EngineExperts(calls, getattr(layer, "swiglu_limit", None))
         self.ours.load(layer, PARAMETERS)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dsv4
-from dsv4.integrations.engine_experts import EngineExperts
+from dsv4.integrations.engines import EngineExperts
 
 NAMES = ("w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale")
 

@@ -1,8 +1,10 @@
-"""What the experts of both engines have in common: weights as a loader leaves them -> Fp4Experts, and one call."""
+"""What the plug-ins for vLLM and SGLang have in common: the parts that a user names, the rows of prompts, experts."""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +16,36 @@ from dsv4.runtime import checks
 from dsv4.runtime.checks import Backend
 
 LIMIT = 10.0  # limit of SwiGLU if an engine names none
+
+
+def named_parts(variable: str, known: Sequence[str], default: str = "") -> list[str]:
+    """Return the parts that an environment variable names, separated by commas; a ValueError names unknown ones."""
+    named = [part.strip() for part in os.environ.get(variable, default).split(",") if part.strip()]
+    if unknown := [part for part in named if part not in known]:
+        checks.fail(variable, ", ".join(unknown), f"any of {', '.join(known)}, or nothing")
+    return named
+
+
+def rows_of_prompts(q: Tensor, rows: Tensor, lists: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Prepare the rows, a bf16 workspace, and the lists [n, .., W] of a prefill for dsv4.v4_attention.
+
+    On a CPU rows must have the dtype of q [n, H, D], and numbers are checked, but engines leave undefined what is past
+    lengths [n] in a list. On a GPU both stay as they are.
+    """
+    if q.is_cuda:
+        return rows, lists
+    if lengths is not None:
+        past = torch.arange(lists.shape[-1]) >= lengths.view(-1, *(1,) * (lists.ndim - 1))
+        lists = lists.masked_fill(past, -1)
+    return rows.to(q.dtype), lists  # exact
+
+
+def unsupported_sizes(hidden: int, intermediate: int) -> tuple[str, str] | None:
+    """Return (what was got, what is accepted) if no kernel has experts of these sizes on a rank; else None."""
+    if hidden % 256 == 0 and intermediate % 128 == 0:
+        return None
+    got = f"experts of sizes {hidden} and {intermediate} on a rank"
+    return got, "multiples of 256 and 128, or no experts among the parts"
 
 
 class EngineExperts:
