@@ -376,4 +376,3 @@ def test_vllms_rule_for_rows_is_overruled_while_a_layer_with_its_own_is_built():
     with pytest.raises(KeyError), v41.rows_of_v41(True):
         raise KeyError
     assert not rule()
-    assert dsv4.Nvfp4Cache is v41.POOLS[288]

@@ -15,28 +15,21 @@ import torch
 from torch import Tensor
 
 import dsv4
-from dsv4.integrations.vllm import calls, choice, compressor, logger, parts, refuse, say
+from dsv4.caches.pages import PackedRows
+from dsv4.integrations.engines import rows_of_prompts
+from dsv4.integrations.flash_mla import CACHES
+from dsv4.integrations.vllm import calls, choice, compressor, contract, logger, parts, refuse, say
 from dsv4.integrations.vllm.insertion import insert
 
 HEADS = 128  # heads of one rank, at most
 
 
 class Served:
-    """A base of every layer whose attention is dsv4's."""
+    """What layers of V4 and V4.1 whose attention is dsv4's have in common."""
 
     served_by_dsv4 = True
-
-    @classmethod
-    def get_padded_num_q_heads(cls, num_heads: int) -> int:
-        """Return the number unpadded: FlashMLA's kernels need 64 or 128 heads, these accept any number."""
-        if not 1 <= num_heads <= HEADS:
-            refuse("num_attention_heads", f"{num_heads} on one rank", f"1 to {HEADS}")
-        return num_heads
-
-
-class Forward(Served):
-    """The methods that replace vLLM's, for the classes below."""
-
+    writes_rows = False  # dsv4 does, into the window; set when the layer is built
+    query_eps: float | None = None  # of the norm of the queries; None: without a norm
     compress_ratio: int
     scale: float
     attn_sink: Tensor
@@ -45,9 +38,54 @@ class Forward(Served):
     swa_cache_layer: Any
     topk_indices_buffer: Tensor | None
     rotary_emb: Any
-    eps: float
     compressor: Any
     indexer: Any
+
+    @classmethod
+    def get_padded_num_q_heads(cls, num_heads: int) -> int:
+        """Return the number unpadded: FlashMLA's kernels need 64 or 128 heads, these accept any number."""
+        if not 1 <= num_heads <= HEADS:
+            refuse("num_attention_heads", f"{num_heads} on one rank", f"1 to {HEADS}")
+        return num_heads
+
+    def _attend(
+        self, q: Tensor, out: Tensor, swa: Any, compressed: Tensor | None, listed: tuple[Tensor, Tensor] | None
+    ) -> None:
+        """Write the attention of queries q [n, H, 512] in decode to out [n, H, 512]; each draft token is a query.
+        listed: (slots [n, K] of compressed pages, how many [n]); None in layers without compressed rows."""
+        more: dict[str, Any] = {}
+        if listed is not None:
+            assert compressed is not None
+            more = dict(compressed=pool(compressed), compressed_indices=listed[0], compressed_lengths=listed[1])
+        n = len(q)
+        dsv4.v4_attention(
+            q,
+            pool(self.swa_cache_layer.kv_cache),
+            swa.decode_swa_indices[:n, 0],
+            window_lengths=swa.decode_swa_lens[:n],
+            sink=self.attn_sink,
+            softmax_scale=self.scale,
+            out=out,
+            **more,
+        )
+        calls["decode"] += 1
+
+    def _fused_qnorm_rope_kv_insert(self, q: Tensor, kv: Tensor, positions: Tensor, attn_metadata: Any) -> Tensor:
+        """Rotate queries [N, H, 512], after their norm if they have one; store the rows kv [N, 512] in the window's
+        pages."""
+        if not self.writes_rows or not isinstance(attn_metadata, dict):  # a profile run has no pages
+            theirs = super()._fused_qnorm_rope_kv_insert  # type: ignore[misc]
+            return theirs(q, kv, positions, attn_metadata)
+        window = pool(self.swa_cache_layer.kv_cache)
+        slots = attn_metadata[self.swa_cache_layer.prefix].slot_mapping
+        calls["insert"] += 1
+        return insert(q, kv, positions, window, slots, self.rotary_emb.cos_sin_cache, self.query_eps)
+
+
+class Forward(Served):
+    """The methods that replace vLLM's, for the classes below."""
+
+    eps: float
 
     def forward_mqa(self, q: Tensor, kv: Tensor, positions: Tensor, output: Tensor) -> None:
         """Write the attention of q to output [N, H, 512]; the rows are in the caches already."""
@@ -67,8 +105,7 @@ class Forward(Served):
                 listed = self._slots(n, swa, attn)
             elif self.compress_ratio > 1:  # the metadata builder makes the lists once for all layers
                 listed = attn.c128a_global_decode_topk_indices[:, 0], attn.c128a_decode_topk_lens
-            self._decode(q[:n], output[:n], swa.decode_swa_indices[:, 0], swa.decode_swa_lens, listed)
-            calls["decode"] += 1
+            self._attend(q[:n], output[:n], swa, self.kv_cache, listed)
         if swa.num_prefills:
             copied(Theirs._forward_prefill, flash_mla_sparse_fwd=sparse_fwd)(
                 self,
@@ -80,18 +117,6 @@ class Forward(Served):
                 attn_metadata=attn,
                 swa_metadata=swa,
             )
-
-    def _fused_qnorm_rope_kv_insert(self, q: Tensor, kv: Tensor, positions: Tensor, attn_metadata: Any) -> Tensor:
-        """Norm and rotate queries [N, H, 512]; store the rows kv [N, 512] in the window's pages."""
-        if "insertion" not in parts() or not isinstance(attn_metadata, dict):  # a profile run has no pages
-            theirs = super()._fused_qnorm_rope_kv_insert  # type: ignore[misc]
-            return theirs(q, kv, positions, attn_metadata)
-        pages = self.swa_cache_layer.kv_cache
-        if pages.dtype != torch.uint8:
-            refuse("--kv-cache-dtype", f"rows of {pages.dtype}", "fp8 (fp8_ds_mla), or no insertion in DSV4_VLLM_PARTS")
-        slots = attn_metadata[self.swa_cache_layer.prefix].slot_mapping
-        calls["insert"] += 1
-        return insert(q, kv, positions, dsv4.Fp8Cache.from_pages(pages), slots, self.rotary_emb.cos_sin_cache, self.eps)
 
     def _slots(self, n: int, swa: Any, attn: Any) -> tuple[Tensor, Tensor]:
         """Return the indexer's lists, in rows of the request -> (slots of the page pool [n, K], how many [n])."""
@@ -108,6 +133,7 @@ class Forward(Served):
 
     def _begin(self, vllm_config: Any, where: str, heads: int) -> None:
         """Run after vLLM's constructor."""
+        self.writes_rows, self.query_eps = "insertion" in parts(), self.eps
         if "compressor" in parts():
             for made in (self.compressor, self.indexer and self.indexer.compressor):
                 if made is not None:
@@ -115,26 +141,16 @@ class Forward(Served):
         say(choice.v4_line(vllm_config))
         logger.info("%s: dsv4%s, %d heads", self.prefix, where, heads)
 
-    def _decode(
-        self, q: Tensor, out: Tensor, window: Tensor, lengths: Tensor, listed: tuple[Tensor, Tensor] | None
-    ) -> None:
-        more: dict[str, Any] = {}
-        if listed is not None:
-            more = dict(
-                compressed=dsv4.Fp8Cache.from_pages(self.kv_cache),
-                compressed_indices=listed[0],
-                compressed_lengths=listed[1],
-            )
-        dsv4.v4_attention(
-            q,
-            dsv4.Fp8Cache.from_pages(self.swa_cache_layer.kv_cache),
-            window,
-            window_lengths=lengths,
-            sink=self.attn_sink,
-            softmax_scale=self.scale,
-            out=out,
-            **more,
-        )
+
+def pool(pages: Tensor) -> PackedRows:
+    """Return pages [P, rows, bytes] of vLLM, whose format follows from the bytes of a row."""
+    width = pages.shape[-1]
+    if pages.dtype != torch.uint8 or width not in CACHES:
+        refuse("--kv-cache-dtype", f"rows of {width} x {pages.dtype}", "rows of 584, 528 or 288 bytes")
+    cache, planar, interleaved = CACHES[width]
+    format = interleaved if interleaved is not None and contract.interleaved_rows() else planar
+    found: PackedRows = cache.from_pages(pages, format=format)
+    return found
 
 
 def sparse_fwd(
@@ -142,11 +158,7 @@ def sparse_fwd(
 ) -> None:
     """Replace FlashMLA's flash_mla_sparse_fwd as vLLM's prefill calls it: q [n, H, 512], kv [rows, 1, 512], a bf16
     workspace, indices int32 [n, 1, W], what is past topk_length [n] undefined."""
-    rows, lists = kv[:, 0], indices[:, 0]
-    if not q.is_cuda:
-        rows = rows.to(q.dtype)  # the workspace is bf16 whatever the model is; exact
-        past = torch.arange(lists.shape[1]) >= topk_length[:, None]
-        lists = lists.masked_fill(past, -1)  # values are checked there
+    rows, lists = rows_of_prompts(q, kv[:, 0], indices[:, 0], topk_length)
     dsv4.v4_attention(q, rows, lists, window_lengths=topk_length, sink=attn_sink, softmax_scale=sm_scale, out=out)
     calls["prefill"] += 1
 
@@ -218,7 +230,7 @@ def cpu_class() -> type:
 
 
 def check_device() -> None:
-    """Checks, before a model is loaded, that dsv4 has kernels for this GPU and this Triton."""
+    """Check, before a model is loaded, that dsv4 has kernels for this GPU and this Triton."""
     from dsv4.runtime import dispatch
 
     try:

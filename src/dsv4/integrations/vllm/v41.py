@@ -15,64 +15,33 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import dsv4
 from dsv4 import elementwise
-from dsv4.caches.formats import MXFP8_528_INTERLEAVED, NVFP4_288_INTERLEAVED
 from dsv4.caches.mxfp4_keys import INDEX_68
-from dsv4.caches.pages import PackedRows
-from dsv4.integrations.vllm import calls, choice, contract, logger, parts, refuse, say
-from dsv4.integrations.vllm.insertion import insert, write
-from dsv4.integrations.vllm.v4 import Served, check_device, copied, sparse_fwd, swa_backend
+from dsv4.integrations.vllm import calls, choice, logger, parts, say
+from dsv4.integrations.vllm.insertion import write
+from dsv4.integrations.vllm.v4 import Served, check_device, copied, pool, sparse_fwd, swa_backend
 
-POOLS: dict[int, Any] = {584: dsv4.Fp8Cache, 528: dsv4.Mxfp8Cache, 288: dsv4.Nvfp4Cache}
-INTERLEAVED = {528: MXFP8_528_INTERLEAVED, 288: NVFP4_288_INTERLEAVED}
 own_rows = False  # while a layer with the model's own rows is built
 
 
 class Forward(Served):
     """The methods that replace vLLM's, for the class below."""
 
-    writes_rows = False  # dsv4 does: into the window, and of the compressor
     is_index_source: bool
     index_source_layer_id: int
     layer_id: int
-    compress_ratio: int
-    scale: float
-    attn_sink: Tensor
-    prefix: str
-    swa_cache_layer: Any
-    topk_indices_buffer: Tensor | None
-    rotary_emb: Any
-    compressor: Any
-    indexer: Any
     listed: tuple[Any, Tensor, Tensor] | None = None  # in a layer with an indexer: (metadata, slots, lengths)
     _static_forward_context: dict[str, Any]
 
     def _forward_decode(
         self, q: Tensor, kv_cache: Tensor | None, swa_metadata: Any, attn_metadata: Any, swa_only: bool, output: Tensor
     ) -> None:
-        """Write the attention of q [n, H, 512] to output [n, H, 512]; each draft token is a query."""
-        m = swa_metadata
-        more: dict[str, Any] = {}
-        if not swa_only:
-            assert kv_cache is not None
-            slots, lengths = self._slots(m, attn_metadata)
-            more = dict(compressed=pool(kv_cache), compressed_indices=slots, compressed_lengths=lengths)
-        n = m.num_decode_tokens
-        dsv4.v4_attention(
-            q,
-            pool(self.swa_cache_layer.kv_cache),
-            m.decode_swa_indices[:n, 0],
-            window_lengths=m.decode_swa_lens[:n],
-            sink=self.attn_sink,
-            softmax_scale=self.scale,
-            out=output,
-            **more,
-        )
-        calls["decode"] += 1
+        """Write the attention of q [n, H, 512] to output [n, H, 512]."""
+        listed = None if swa_only else self._slots(swa_metadata, attn_metadata)
+        self._attend(q, output, swa_metadata, kv_cache, listed)
 
     def _forward_prefill(
         self,
@@ -122,16 +91,6 @@ class Forward(Served):
         theirs: type = super()._indexer_cls(k_cache)  # type: ignore[misc]
         return indexer_class(theirs) if "indexer" in parts() else theirs
 
-    def _fused_qnorm_rope_kv_insert(self, q: Tensor, kv: Tensor, positions: Tensor, attn_metadata: Any) -> Tensor:
-        """Norm and rotate queries [N, H, 512]; store the rows kv [N, 512] in the window's pages."""
-        if not self.writes_rows or not isinstance(attn_metadata, dict):  # a profile run has no pages
-            theirs = super()._fused_qnorm_rope_kv_insert  # type: ignore[misc]
-            return theirs(q, kv, positions, attn_metadata)
-        slots = attn_metadata[self.swa_cache_layer.prefix].slot_mapping
-        calls["insert"] += 1
-        window = pool(self.swa_cache_layer.kv_cache)
-        return insert(q, kv, positions, window, slots, self.rotary_emb.cos_sin_cache, None)
-
     def forward_kv(self, positions: Tensor, hidden_states: Tensor) -> None:
         """Write the rows and keys of tokens that no later layer processes."""
         from vllm.forward_context import get_forward_context
@@ -153,16 +112,6 @@ class Forward(Served):
         """Store kv [>= n, 512], normed, in the slots [n] of the window; -1: nowhere."""
         write(kv, positions, pool(self.swa_cache_layer.kv_cache), slots, self.rotary_emb.cos_sin_cache)
         calls["insert"] += 1
-
-
-def pool(pages: Tensor) -> PackedRows:
-    """Return pages [P, rows, bytes] of vLLM, whose format follows from the bytes of a row."""
-    if pages.dtype != torch.uint8 or pages.shape[-1] not in POOLS:
-        refuse("--kv-cache-dtype", f"rows of {pages.shape[-1]} x {pages.dtype}", "rows of 584, 528 or 288 bytes")
-    width = pages.shape[-1]
-    format = INTERLEAVED.get(width) if contract.interleaved_rows() else None
-    found: PackedRows = POOLS[width].from_pages(pages, format=format)
-    return found
 
 
 def insert_cache(self: Any, latent: Tensor | None, positions: Tensor, rotary_emb: Any) -> None:
