@@ -36,6 +36,7 @@ if TYPE_CHECKING or importlib.util.find_spec("torch") is not None:
 
 __version__ = "0.2.0"
 __all__ = [
+    "CompressState",
     "Fp4Experts",
     "Fp8Cache",
     "IndexCache",
@@ -62,9 +63,15 @@ __all__ = [
 _FOLDERS = ("distributed", "integrations", "reference")  # modules that docstrings name, imported where they are used
 
 
-def __getattr__(name: str) -> Any:
-    if name in _FOLDERS:
-        return importlib.import_module(f"dsv4.{name}")
-    if name in __all__:
-        raise ImportError(f"dsv4.{name} needs torch, which is not installed")
-    raise AttributeError(f"module 'dsv4' has no attribute {name!r}")
+if TYPE_CHECKING:  # what __getattr__ finds; type checkers do not see that function, or they would accept every name
+    from dsv4 import distributed as distributed
+    from dsv4 import integrations as integrations
+    from dsv4 import reference as reference
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name in _FOLDERS:
+            return importlib.import_module(f"dsv4.{name}")
+        if name in __all__:
+            raise ImportError(f"dsv4.{name} needs torch, which is not installed")
+        raise AttributeError(f"module 'dsv4' has no attribute {name!r}")

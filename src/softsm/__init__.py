@@ -52,14 +52,16 @@ __all__ = [
 ]  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
-    if home is None:
-        raise AttributeError(f"module 'softsm' has no attribute {name!r}")
-    module = importlib.import_module(home)
-    value = module if name == "errors" else getattr(module, name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # or type checkers would accept every name
+
+    def __getattr__(name: str) -> Any:
+        home = _HOME.get(name)
+        if home is None:
+            raise AttributeError(f"module 'softsm' has no attribute {name!r}")
+        module = importlib.import_module(home)
+        value = module if name == "errors" else getattr(module, name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -27,7 +27,7 @@ EXAMPLES += [
         [
             ROOT / "CONTRIBUTING.md",
             *(page for page in (ROOT / "docs").glob("*.md") if page.stem not in NEEDS_WEIGHTS),
-            ROOT / "docs" / "api" / "dsv4.md",
+            *(ROOT / "docs" / "api").glob("*.md"),
             ROOT / "packages" / "dsv4.md",
             ROOT / "packages" / "softsm" / "README.md",
         ]

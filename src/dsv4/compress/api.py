@@ -14,7 +14,7 @@ DeepSeek-V4.1 has the HCA form with m = 2, and with m = 1, both without position
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -27,7 +27,41 @@ from dsv4.compress.problem import CompressState, Parameters, state_size, windows
 from dsv4.runtime import checks
 from dsv4.runtime.checks import Backend
 
+Target = TypeVar("Target", bound=Pool)
 
+
+class Keywords(TypedDict, total=False):
+    """What type checkers see: the return type depends on out alone."""
+
+    ratio: int | None
+    cos_sin: Tensor | None
+    state: CompressState | None
+    eps: float
+    dtype: torch.dtype | None
+    slots: Tensor | None
+    backend: Backend
+
+
+@overload
+def compress(
+    kv: Tensor,
+    gate: Tensor | None,
+    position_bias: Tensor | None,
+    norm_weight: Tensor,
+    *,
+    out: None = ...,
+    **_: Unpack[Keywords],
+) -> tuple[Tensor, CompressState]: ...
+@overload
+def compress(
+    kv: Tensor,
+    gate: Tensor | None,
+    position_bias: Tensor | None,
+    norm_weight: Tensor,
+    *,
+    out: Target,
+    **_: Unpack[Keywords],
+) -> tuple[Target, CompressState]: ...
 def compress(
     kv: Tensor,
     gate: Tensor | None,

@@ -1,7 +1,7 @@
 """Compile before the first real call: every kind of call within a plan's capacities is run once."""
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, NotRequired, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -20,6 +20,19 @@ class Kinds(NamedTuple):
     deterministic: tuple[bool, ...]
 
 
+class PlanKeywords(TypedDict):
+    """The arguments of :func:`plan`."""
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    max_seqlen_k: int
+    max_seqlen_q: NotRequired[int]
+    device: NotRequired[torch.device | str | None]
+    deterministic: NotRequired[bool]
+
+
 # Operations -> (plan, q [batch, max_seqlen_q, heads, head dim], kinds) -> (tensors, options) of calls.
 # operators.define_operation puts them here.
 CALLS: dict[str, Callable[[Plan, Tensor, Kinds], Iterator[tuple[tuple, dict]]]] = {}
@@ -33,7 +46,7 @@ def warmup(
     page_size: int = 64,
     same_kv: bool | None = None,
     fp8: bool | None = None,
-    **capacities,
+    **capacities: Unpack[PlanKeywords],
 ) -> Plan:
     """Make the plan for these capacities and run the operation with it, to compile what calls of that size need.
 

@@ -18,13 +18,14 @@ import contextvars
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from softsm import accepted
 from softsm.engine.launch import Kernel
 from softsm.engine.options import current_options, options
 
 MOST = 8
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -195,7 +196,7 @@ def together(launches: list[Launch | None], follows: bool = False) -> None:
     )
 
 
-def ranks(count: int, program: Callable[[int], Any], *, turn: Callable[[int], None] | None = None) -> list:
+def ranks(count: int, program: Callable[[int], Result], *, turn: Callable[[int], None] | None = None) -> list[Result]:
     """Runs program(rank) for `count` ranks, each with its own GPU, and returns what the programs returned.
 
     Launches of all ranks run concurrently and can access each other's memory. In `softsm.checking()`, a flag between

@@ -11,12 +11,12 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from softsm import accepted
 from softsm.doors.triton import in_use
 from softsm.doors.triton.in_use import ARCHITECTURES, DEFAULT_SMS, InUse, Patches, current
-from softsm.engine.ranks import MOST
+from softsm.engine.ranks import MOST, Result
 from softsm.engine.ranks import ranks as run_ranks
 
 if TYPE_CHECKING:
@@ -137,13 +137,13 @@ class Use(InUse):
         for module in (cache, autotuner):
             self._patches.set(module, "triton_key", keeper)
 
-    def run(self, program: Callable[[int], Any]) -> list:
+    def run(self, program: Callable[[int], Result]) -> list[Result]:
         """Call program(rank) for each of the ranks (`softsm.ranks`). There torch.distributed and its symmetric memory
         answer for the rank, and RANK and WORLD_SIZE are in the environment, as torchrun has them."""
         from softsm.doors.triton.cuda_shim import CudaToCpu
         from softsm.doors.triton.distributed import environment
 
-        def of_rank(rank: int) -> Any:
+        def of_rank(rank: int) -> Result:
             with CudaToCpu() if self.shimmed else nullcontext():  # torch has modes of each thread
                 return program(rank)
 
