@@ -63,9 +63,9 @@ def request(n, heads, window, compressed=None, sink=True, dlse=False, rope=0, de
     dout = draw(n, heads, 512, seed=6, device=device, dtype=dtype) * size
     dlse = draw(n, heads, seed=7, dtype=torch.float32, device=device) * size if dlse else None
     out, lse = reference.v4_attention(**args)
-    p = replace(problem.build(**args), out=out.to(dtype), lse=lse.float())
+    p = replace(problem.build(**args, deterministic=deterministic), out=out.to(dtype), lse=lse.float())
     empty = [None if x is None else torch.full_like(x, float("nan")) for x in (p.q, p.window, p.compressed, p.sink)]
-    b = V4Backward(p, dout, dlse, *empty, deterministic=deterministic)
+    b = V4Backward(p, dout, dlse, *empty)
     want = reference_backward.v4_attention(**args, dout=dout, dlse=dlse)
     return b, want, reference_backward.v4_attention(**args, dout=dout, dlse=dlse, p_dtype=dtype)
 

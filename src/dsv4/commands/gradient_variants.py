@@ -60,9 +60,9 @@ def v4_launches(heads: int, rope: int, dtype: torch.dtype, arch: str) -> list[La
         turn = None
         if positions is not None:
             turn = torch.empty(16, rope, device="meta"), torch.empty(1, dtype=positions, device="meta")
-        p = v4_problem.build(q, rows, numbers, rows, numbers, inverse_rope=turn)
+        p = v4_problem.build(q, rows, numbers, rows, numbers, inverse_rope=turn, deterministic=deterministic)
         p = replace(p, out=torch.empty_like(q), lse=torch.empty(p.lse_shape, device="meta"))
         dq, d_window, d_compressed = (torch.empty_like(x) for x in (q, rows, rows))
-        request = V4Backward(p, q, None, dq, d_window, d_compressed, deterministic=deterministic)
+        request = V4Backward(p, q, None, dq, d_window, d_compressed)
         found += calls.launches_of(request, dispatch.compile_target(arch))
     return found

@@ -119,12 +119,10 @@ def compress(
     seen = 0 if state is None else state.tokens
     n = windows_of(seen, kv.shape[-2], m)
     _check_target(out, slots, kv, gate, d, n)
-    if learning:
-        rows, new_kv, new_gate = training.call(
-            kv, gate, position_bias, norm_weight, cos_sin, eps, m, dtype or kv.dtype, backend
-        )
-        return rows, CompressState(new_kv, new_gate, kv.shape[-2])
     given = Parameters(position_bias, norm_weight, cos_sin, eps, dtype or kv.dtype, m)
+    if learning:
+        rows, new_kv, new_gate = training.call(kv, gate, given, backend)
+        return rows, CompressState(new_kv, new_gate, kv.shape[-2])
     return forward.run(kv, gate, state, given, out, slots, backend)
 
 

@@ -65,8 +65,7 @@ def _by_kernel(p: CompressProblem, kv: Tensor, found: str, out: Pool | None) -> 
 def _in_torch(
     kv: Tensor, gate: Tensor | None, state: CompressState | None, given: Parameters
 ) -> tuple[Tensor, CompressState]:
-    position_bias, norm_weight, cos_sin, eps, dtype, m = given
-    d = norm_weight.shape[0]
+    d, m = given.norm_weight.shape[0], given.m
     length, block = kv.shape[-2], max(m, BLOCK_BYTES // max(4 * kv[..., :1, :].numel(), 1))
     if length > block:
         parts = []
@@ -82,9 +81,9 @@ def _in_torch(
     total = seen + kv.shape[-2]
     new_kv = kv.to(compute)
     new_gate = torch.zeros_like(new_kv) if gate is None else gate.to(compute)
-    if position_bias is not None:
+    if given.position_bias is not None:
         slot = (torch.arange(kv.shape[-2], device=kv.device) + seen) % m
-        new_gate = new_gate + position_bias.to(compute)[slot]
+        new_gate = new_gate + given.position_bias.to(compute)[slot]
     if state is not None:
         new_kv, new_gate = torch.cat([state.kv, new_kv], -2), torch.cat([state.gate, new_gate], -2)
     first = seen // m  # the window of the first unfinished token
@@ -93,10 +92,10 @@ def _in_torch(
     before = m if overlap and first > 0 else 0
     value, logit = _slots(new_kv, new_gate, windows, before, m, d, overlap)
     positions = torch.arange(first, first + windows, device=kv.device) * m
-    rows = pooled(value, logit, norm_weight, eps, cos_sin, positions)
+    rows = pooled(value, logit, given.norm_weight, given.eps, given.cos_sin, positions)
     drop = before + (windows - (1 if overlap else 0)) * m if windows else 0  # CSA keeps the last finished window
     after = CompressState(new_kv[..., drop:, :].clone(), new_gate[..., drop:, :].clone(), total)
-    return rows.to(dtype), after
+    return rows.to(given.dtype), after
 
 
 def pooled(

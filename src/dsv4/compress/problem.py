@@ -26,7 +26,7 @@ class CompressState(NamedTuple):
 
 
 class Parameters(NamedTuple):
-    """Parameters that stay the same from call to call of a sequence."""
+    """What stays the same from call to call of a sequence. The operators of training.py have these arguments, too."""
 
     position_bias: Tensor | None  # [m, width]
     norm_weight: Tensor  # [d]
@@ -44,15 +44,10 @@ class CompressProblem:
 
     kv: Tensor  # [B, L, width]
     gate: Tensor | None  # [B, L, width]; None with a ratio of 1: a row is its token
-    position_bias: Tensor | None  # [m, width]
-    norm_weight: Tensor  # [d]
-    cos_sin: Tensor | None
-    m: int  # tokens of a window
+    given: Parameters
     old_kv: Tensor | None  # fp32 [B, kept, width]
     old_gate: Tensor | None
     seen: int  # tokens before this call
-    eps: float
-    dtype: torch.dtype  # dtype of a row, before it is stored
     new_kv: Tensor  # fp32 [B, what the state keeps, width], to be filled
     new_gate: Tensor
     rows: Tensor | None = None  # [B, windows, d], to be filled; or
@@ -60,7 +55,8 @@ class CompressProblem:
     slots: Tensor | None = None  # ... int32 or int64 [B, windows]: in these rows
 
     q = property(lambda self: self.kv)  # a tensor on the device of the problem
-    d = property(lambda self: self.norm_weight.shape[0])
+    m = property(lambda self: self.given.m)
+    d = property(lambda self: self.given.norm_weight.shape[0])
     overlap = property(lambda self: self.kv.shape[-1] == 2 * self.d)
     kept = property(lambda self: 0 if self.old_kv is None else self.old_kv.shape[1])
     base = property(lambda self: self.seen - self.kept)
@@ -82,7 +78,6 @@ def state_size(seen: int, m: int, overlap: bool) -> int:
 def problem_of(
     kv: Tensor, gate: Tensor | None, state: CompressState | None, given: Parameters, out, slots
 ) -> CompressProblem:
-    position_bias, norm_weight, cos_sin, eps, dtype, m = given
     old_kv, old_gate, seen = (None, None, 0) if state is None else state
 
     def batched(x: Tensor | None) -> Tensor | None:
@@ -90,28 +85,11 @@ def problem_of(
 
     kv3 = kv if kv.ndim == 3 else kv[None]
     b, length, width = kv3.shape
-    d = norm_weight.shape[0]
-    size = state_size(seen + length, m, width == 2 * d)
+    d = given.norm_weight.shape[0]
+    size = state_size(seen + length, given.m, width == 2 * d)
     new_kv, new_gate = (torch.empty(b, size, width, dtype=torch.float32, device=kv.device) for _ in "kg")
     rows = None
     if out is None:
-        rows = torch.empty(b, windows_of(seen, length, m), d, dtype=dtype, device=kv.device)
+        rows = torch.empty(b, windows_of(seen, length, given.m), d, dtype=given.dtype, device=kv.device)
     old_kv, old_gate = (None if x is None or x.shape[-2] == 0 else batched(x) for x in (old_kv, old_gate))
-    return CompressProblem(
-        kv3,
-        batched(gate),
-        position_bias,
-        norm_weight,
-        cos_sin,
-        m,
-        old_kv,
-        old_gate,
-        seen,
-        eps,
-        dtype,
-        new_kv,
-        new_gate,
-        rows,
-        out,
-        slots,
-    )
+    return CompressProblem(kv3, batched(gate), given, old_kv, old_gate, seen, new_kv, new_gate, rows, out, slots)

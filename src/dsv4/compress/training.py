@@ -9,7 +9,7 @@ A token's a-half feeds only the next window and its b-half only its own, so ever
 is torch, for any device, in blocks of windows; only the inputs are saved.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,92 +17,87 @@ from torch import Tensor
 from dsv4.compress import forward
 from dsv4.compress.problem import Parameters, state_size
 from dsv4.runtime import gradients
+from dsv4.runtime.options import schema
 
 BLOCK_BYTES = 64 << 20  # bytes of one tensor of slots, in fp32
 
-ARGUMENTS = "Tensor kv, Tensor? gate, Tensor? position_bias, Tensor norm_weight, Tensor? cos_sin, float eps, SymInt m"
+ARGUMENTS = ", ".join(["Tensor kv", "Tensor? gate", *schema(Parameters, defaults=False).values()])
+TENSORS = 5  # the first arguments; the last of them, cos_sin, has no gradient
 
 
-def call(kv, gate, position_bias, norm_weight, cos_sin, eps, m, dtype, backend) -> tuple[Tensor, Tensor, Tensor]:
+class Sums(NamedTuple):
+    """Gradients to be filled: windows write those of kv and gate, and add to the others, in fp32 (fp64 for fp64 kv)."""
+
+    kv: Tensor
+    gate: Tensor
+    bias: Tensor
+    weight: Tensor
+
+
+def call(kv: Tensor, gate: Tensor | None, given: Parameters, backend: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return rows, and kv and gate of the state after them, which have no gradient."""
-    arguments = (kv, gate, position_bias, norm_weight, cos_sin, eps, m, dtype, backend)
-    return gradients.training("compress", False, *arguments)
+    return gradients.training("compress", False, kv, gate, *given, backend)
 
 
-def _forward(kv, gate, position_bias, norm_weight, cos_sin, eps, m, dtype, backend) -> tuple[Tensor, Tensor, Tensor]:
-    given = Parameters(position_bias, norm_weight, cos_sin, eps, dtype, m)
+def _forward(kv, gate, *rest) -> tuple[Tensor, Tensor, Tensor]:
+    *given, backend = rest
     with torch.no_grad():
-        rows, state = forward.run(kv, gate, None, given, None, None, backend)
+        rows, state = forward.run(kv, gate, None, Parameters(*given), None, None, backend)
     # as the fake kernel declares, whatever the strides of kv
     return rows.contiguous(), state.kv.contiguous(), state.gate.contiguous()
 
 
-def _fake_forward(
-    kv, gate, position_bias, norm_weight, cos_sin, eps, m, dtype, backend
-) -> tuple[Tensor, Tensor, Tensor]:
-    d, tokens = norm_weight.shape[0], kv.shape[-2]
-    kept = (*kv.shape[:-2], state_size(tokens, m, kv.shape[-1] == 2 * d), kv.shape[-1])
+def _fake_forward(kv, gate, *rest) -> tuple[Tensor, Tensor, Tensor]:
+    given = Parameters(*rest[:-1])
+    d, tokens = given.norm_weight.shape[0], kv.shape[-2]
+    kept = (*kv.shape[:-2], state_size(tokens, given.m, kv.shape[-1] == 2 * d), kv.shape[-1])
     compute = torch.float64 if kv.dtype == torch.float64 else torch.float32
     new_kv, new_gate = (torch.empty(kept, dtype=compute, device=kv.device) for _ in "kg")
-    return torch.empty(*kv.shape[:-2], tokens // m, d, dtype=dtype, device=kv.device), new_kv, new_gate
+    rows = torch.empty(*kv.shape[:-2], tokens // given.m, d, dtype=given.dtype, device=kv.device)
+    return rows, new_kv, new_gate
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(*inputs[:5])
-    ctx.eps, ctx.m = inputs[5:7]
+    ctx.save_for_backward(*inputs[:TENSORS])
+    ctx.rest = inputs[TENSORS:-1]
 
 
 def _gradients(ctx: Any, drows: Tensor | None, *_: Any) -> tuple:
     if drows is None:
-        return (None,) * 9
-    asked = list(ctx.needs_input_grad[:4])
-    grads = torch.ops.dsv4.compress_backward(drows, *ctx.saved_tensors, ctx.eps, ctx.m, asked)
-    return *(gradients.or_none(x, want) for x, want in zip(grads, asked)), *(None,) * 5
+        return (None,) * len(ctx.needs_input_grad)
+    asked = list(ctx.needs_input_grad[: TENSORS - 1])
+    grads = torch.ops.dsv4.compress_backward(drows, *ctx.saved_tensors, *ctx.rest, asked)
+    found = [gradients.or_none(x, want) for x, want in zip(grads, asked)]
+    return *found, *(None,) * (len(ctx.needs_input_grad) - len(found))
 
 
-def _backward(drows, kv, gate, position_bias, norm_weight, cos_sin, eps, m, asked) -> tuple[Tensor, ...]:
+def _backward(drows, kv, gate, *rest) -> tuple[Tensor, ...]:
+    given, asked = Parameters(*rest[:-1]), rest[-1]
     compute = torch.float64 if kv.dtype == torch.float64 else torch.float32
-    d = norm_weight.shape[0]
+    d, m = given.norm_weight.shape[0], given.m
     overlap, windows = kv.shape[-1] == 2 * d, kv.shape[-2] // m
     # An absent input has a gradient without elements, which autograd does not request.
     nothing = kv.new_zeros(0)
-    bias = nothing if position_bias is None else position_bias
-    dbias, dweight = (torch.zeros(x.shape, dtype=compute, device=kv.device) for x in (bias, norm_weight))
-    dkv, dgate = kv.new_zeros(kv.shape), nothing if gate is None else gate.new_zeros(gate.shape)
+    bias = nothing if given.position_bias is None else given.position_bias
+    dbias, dweight = (torch.zeros(x.shape, dtype=compute, device=kv.device) for x in (bias, given.norm_weight))
+    into = Sums(kv.new_zeros(kv.shape), nothing if gate is None else gate.new_zeros(gate.shape), dbias, dweight)
     slots = 2 * m if overlap else m
     block = max(1, BLOCK_BYTES // max(4 * slots * d * max(kv.shape[:-2].numel(), 1), 1))
     for begin in range(0, windows, block):
-        end = min(begin + block, windows)
-        _windows(
-            drows,
-            kv,
-            gate,
-            position_bias,
-            norm_weight,
-            cos_sin,
-            eps,
-            m,
-            begin,
-            end,
-            dkv,
-            dgate,
-            dbias,
-            dweight,
-            compute,
-        )
-    made = (dkv, dgate, dbias.to(bias.dtype), dweight.to(norm_weight.dtype))
+        _windows(drows, kv, gate, given, begin, min(begin + block, windows), into)
+    made = into._replace(bias=dbias.to(bias.dtype), weight=dweight.to(given.norm_weight.dtype))
     return tuple(x if want else gradients.gradient_like(x, False) for x, want in zip(made, asked))
 
 
 def _windows(
-    drows, kv, gate, position_bias, norm_weight, cos_sin, eps, m, begin, end, dkv, dgate, dbias, dweight, compute
+    drows: Tensor, kv: Tensor, gate: Tensor | None, given: Parameters, begin: int, end: int, into: Sums
 ) -> None:
-    """Write the share of windows begin .. end in dkv and dgate, and add that in dbias and dweight."""
-    d = norm_weight.shape[0]
+    """Write the share of windows begin .. end to `into`."""
+    bias, d, m, compute = given.position_bias, given.norm_weight.shape[0], given.m, into.weight.dtype
     overlap = kv.shape[-1] == 2 * d
-    weight = norm_weight.to(compute)
+    weight = given.norm_weight.to(compute)
 
     def own(x: Tensor, first: int, last: int, half: slice) -> Tensor:
         return x[..., first * m : last * m, half].unflatten(-2, (last - first, m))
@@ -114,8 +109,8 @@ def _windows(
     for first, last, half, missing in halves:
         value = own(kv, first, last, half).to(compute)
         logit = torch.zeros_like(value) if gate is None else own(gate, first, last, half).to(compute)
-        if position_bias is not None:
-            logit = logit + position_bias[:, half].to(compute)
+        if bias is not None:
+            logit = logit + bias[:, half].to(compute)
         if missing:
             shape = (*value.shape[:-3], 1, m, d)
             value = torch.cat([value.new_zeros(shape), value], -3)
@@ -125,23 +120,23 @@ def _windows(
     c = torch.cat(values, -2)  # [..., windows, slots, d]
     share = torch.cat(logits, -2).softmax(-2)
     y = (share * c).sum(-2)
-    rms = (y.square().mean(-1, keepdim=True) + eps).sqrt()
+    rms = (y.square().mean(-1, keepdim=True) + given.eps).sqrt()
     yhat = y / rms
     dn = drows[..., begin:end, :].to(compute)
-    if cos_sin is not None:
-        dn = _turned_back(dn, cos_sin, torch.arange(begin, end, device=kv.device) * m)
-    dweight += (dn * yhat).flatten(0, -2).sum(0)
+    if given.cos_sin is not None:
+        dn = _turned_back(dn, given.cos_sin, torch.arange(begin, end, device=kv.device) * m)
+    into.weight.add_((dn * yhat).flatten(0, -2).sum(0))
     scaled = weight * dn
     dy = ((scaled - yhat * (scaled * yhat).mean(-1, keepdim=True)) / rms).unsqueeze(-2)
     of_value = share * dy
     of_gate = of_value * (c - y.unsqueeze(-2))
     at = 0
     for first, last, half, missing in halves:
-        for whole, x in ((dkv, of_value), (dgate, of_gate)) if gate is not None else ((dkv, of_value),):
+        for whole, x in zip(into[: 1 if gate is None else 2], (of_value, of_gate)):
             part = x[..., missing:, at : at + m, :]
             whole[..., first * m : last * m, half] = part.flatten(-3, -2).to(whole.dtype)
-        if position_bias is not None:
-            dbias[:, half] += of_gate[..., missing:, at : at + m, :].flatten(0, -3).sum(0)
+        if bias is not None:
+            into.bias[:, half] += of_gate[..., missing:, at : at + m, :].flatten(0, -3).sum(0)
         at += m
 
 
@@ -153,14 +148,14 @@ def _turned_back(rows: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
     return torch.cat([rows[..., :-r], turned], -1)
 
 
-def _fake_backward(drows, kv, gate, position_bias, norm_weight, cos_sin, eps, m, asked) -> tuple[Tensor, ...]:
-    given = (kv, gate, position_bias, norm_weight)
-    return tuple(gradients.gradient_like(kv if x is None else x, want) for x, want in zip(given, asked))
+def _fake_backward(drows, kv, *rest) -> tuple[Tensor, ...]:
+    learned = (kv, *rest)[: TENSORS - 1]
+    return tuple(gradients.gradient_like(kv if x is None else x, want) for x, want in zip(learned, rest[-1]))
 
 
 gradients.define(
     "compress",
-    f"{ARGUMENTS}, ScalarType dtype, str backend",
+    f"{ARGUMENTS}, str backend",
     "(Tensor, Tensor, Tensor)",
     (_forward, _fake_forward),
     f"Tensor drows, {ARGUMENTS}, bool[] asked",

@@ -16,6 +16,9 @@ KINDS = {
     "str": "str",
     "int | None": "SymInt?",
     "float | None": "float?",
+    "torch.dtype": "ScalarType",
+    "Tensor": "Tensor",
+    "Tensor | None": "Tensor?",
 }
 
 

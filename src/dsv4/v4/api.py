@@ -157,30 +157,17 @@ def v4_attention(
 
 
 def _build(
-    q,
-    window,
-    window_indices,
-    compressed=None,
-    compressed_indices=None,
-    *,
-    window_rows_per_page=0,
-    window_page_stride=0,
-    window_format="",
-    compressed_rows_per_page=0,
-    compressed_page_stride=0,
-    compressed_format="",
-    cos_sin=None,
-    positions=None,
-    **options,
+    q, window, window_indices, compressed=None, compressed_indices=None, *, cos_sin=None, positions=None, **others
 ) -> problem.V4Problem:
+    options = V4Options(**{name: others[name] for name in V4Options._fields if name in others})
     return problem.build(
         q,
-        caches.from_parts(window, window_rows_per_page, window_page_stride, window_format),
+        caches.from_parts(window, *options.window_pages),
         window_indices,
-        caches.from_parts(compressed, compressed_rows_per_page, compressed_page_stride, compressed_format),
+        caches.from_parts(compressed, *options.compressed_pages),
         compressed_indices,
         inverse_rope=None if cos_sin is None and positions is None else (cos_sin, positions),
-        **options,
+        **others,
     )
 
 

@@ -33,9 +33,9 @@ class V4Backward:
     dwindow: Tensor | None = None
     dcompressed: Tensor | None = None
     dsink: Tensor | None = None  # fp32 [H]
-    deterministic: bool = False
 
     q = property(lambda self: self.forward.q)
+    deterministic = property(lambda self: self.forward.deterministic)
 
     def no_keys(self) -> bool:
         """Return whether every gradient is 0 by the shapes alone."""
@@ -47,23 +47,20 @@ TENSORS = (
     "compressed_lengths", "compressed_block_table", "request_starts", "cos_sin", "positions",
 )  # fmt: skip
 DIFFERENTIABLE = TENSORS[:4]
-PAGES = ("rows_per_page", "page_stride", "format")  # fields that describe the pages of a pool
 
 
-def _build(
-    *, q, window, compressed, compressed_block_table, softmax_scale, deterministic, dout, dlse, **others
-) -> V4Backward:
+def _build(*, q, window, compressed, compressed_block_table, dout, dlse, **others) -> V4Backward:
     """Build the request; the forward pass has checked its arguments."""
-    pages = {pool: [others.pop(f"{pool}_{name}") for name in PAGES] for pool in ("window", "compressed")}
+    options = V4Options(**{name: others.pop(name) for name in V4Options._fields})
     forward = V4Problem(
         q=q,
-        window=caches.from_parts(window, *pages["window"]),
-        compressed=caches.from_parts(compressed, *pages["compressed"]),
+        window=caches.from_parts(window, *options.window_pages),
+        compressed=caches.from_parts(compressed, *options.compressed_pages),
         block_table=compressed_block_table,
-        softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+        options=options.resolved(q.shape[-1]),
         **others,
     )
-    return V4Backward(forward, dout, dlse, deterministic=deterministic)
+    return V4Backward(forward, dout, dlse)
 
 
 V4_BACKWARD = Operation(

@@ -1,4 +1,4 @@
-"""The arguments of v4_attention that are not tensors."""
+"""The options of v4_attention: all arguments but tensors. A new option is a field here, and its check."""
 
 from __future__ import annotations
 
@@ -25,3 +25,15 @@ class V4Options(NamedTuple):
         """Convert numbers and flags to their types. window, compressed: the paging of these pools."""
         numbers = (checks.scale(softmax_scale), checks.flag("deterministic", deterministic))
         return tuple.__new__(cls, (*window, *compressed, *numbers))  # same result as cls(...), in half the time
+
+    @property
+    def window_pages(self) -> tuple[int, int, str]:
+        return self[:3]
+
+    @property
+    def compressed_pages(self) -> tuple[int, int, str]:
+        return self[3:6]
+
+    def resolved(self, head_dim: int) -> V4Options:
+        """Return the options with every default filled in, as backends read them. ValueError if a value is wrong."""
+        return self._replace(softmax_scale=checks.softmax_scale(self.softmax_scale, head_dim))

@@ -14,6 +14,7 @@ from dsv4.caches import kv as caches
 from dsv4.caches.kv import Pool
 from dsv4.caches.pages import PackedRows
 from dsv4.runtime import checks
+from dsv4.v4.options import V4Options
 
 CACHE_NAMES = ", ".join(cache.__name__ for cache in caches.CACHES)
 
@@ -37,7 +38,7 @@ class V4Problem:
     q: Tensor
     window: Pool
     window_indices: Tensor  # int32 [N, Kw]
-    softmax_scale: float
+    options: V4Options  # resolved
     window_lengths: Tensor | None = None  # int32 [N]
     compressed: Pool | None = None
     compressed_indices: Tensor | None = None  # int32 [N, Kc]
@@ -49,10 +50,12 @@ class V4Problem:
     sink: Tensor | None = None  # fp32 [H]
     out: Tensor | None = None  # filled in by the backend; set before a backend sees the problem
     lse: Tensor | None = None  # fp32, or None when not wanted
-    deterministic: bool = False
     num_splits: int = 0  # from a plan: KV splits to use; 0 = the kernel's choice
     scratch: Tensor | None = None  # from a plan: flat fp32, for the partial results of the splits
     same_pools: bool = False  # window and compressed rows lie in the same memory
+
+    softmax_scale = property(lambda self: self.options.softmax_scale)
+    deterministic = property(lambda self: self.options.deterministic)
 
     # The names below are those of FmhaProblem, so that a Plan fits both: N sequences of one query, one KV head.
     batch = property(lambda self: self.q.shape[0])
@@ -102,10 +105,9 @@ def build(
     request_starts=None,
     inverse_rope=None,
     sink=None,
-    softmax_scale=None,
-    deterministic=False,
+    **fields,
 ) -> V4Problem:
-    """Check the arguments of dsv4.v4_attention and return them as a problem."""
+    """Check the arguments of dsv4.v4_attention and return them as a problem. fields: of the options."""
     checks.tensor("q", q, ("N", "H", "D"), checks.FLOATS)
     n, heads, _ = q.shape
     d = checks.head_dim("q", q.shape[-1])
@@ -145,7 +147,7 @@ def build(
         q=q,
         window=window,
         window_indices=window_indices,
-        softmax_scale=checks.softmax_scale(softmax_scale, d),
+        options=V4Options(**fields).resolved(d),
         window_lengths=window_lengths,
         compressed=compressed,
         compressed_indices=compressed_indices,
@@ -155,7 +157,6 @@ def build(
         cos_sin=cos_sin,
         positions=positions,
         sink=checks.sink(sink, heads, like),
-        deterministic=deterministic,
     )
 
 

@@ -10,6 +10,7 @@ from dsv4 import reference
 from dsv4.reference import backward as reference_backward
 from dsv4.v4 import backward_cpu, cpu, problem
 from dsv4.v4.backward import V4Backward
+from dsv4.v4.options import V4Options
 
 D, N, H = 16, 9, 3
 
@@ -34,8 +35,9 @@ def gradients(q, window, window_indices, compressed=None, *, dout, dlse=None, wa
     out, lse = reference.v4_attention(q, window, window_indices, compressed, **options)
     rope = options.pop("inverse_rope", (None, None))
     p = problem.V4Problem(
-        q=q, window=window, window_indices=window_indices, softmax_scale=D**-0.5, compressed=compressed, out=out,
-        lse=lse, cos_sin=rope[0], positions=rope[1], block_table=options.pop("compressed_block_table", None), **options,
+        q=q, window=window, window_indices=window_indices, options=V4Options(softmax_scale=D**-0.5),
+        compressed=compressed, out=out, lse=lse, cos_sin=rope[0], positions=rope[1],
+        block_table=options.pop("compressed_block_table", None), **options,
     )  # fmt: skip
     pools = dict(q=q, window=window, compressed=compressed)
     empty = {f"d{name}": torch.full_like(pools[name], float("nan")) for name in wanted if pools[name] is not None}
@@ -111,7 +113,9 @@ def test_memory_is_within_twice_the_forward_pass(monkeypatch):
     window, dwindow = (torch.randn(rows, d) for _ in range(2))
     indices = torch.randint(0, rows, (n, listed), dtype=torch.int32)
     lse = torch.full((n, heads), 8.0)
-    p = problem.V4Problem(q=q, window=window, window_indices=indices, softmax_scale=0.1, out=out, lse=lse)
+    p = problem.V4Problem(
+        q=q, window=window, window_indices=indices, options=V4Options(softmax_scale=0.1), out=out, lse=lse
+    )
     forward = sum(x.nbytes for x in (q, out, window, indices))
     monkeypatch.setattr(cpu, "ROW_BLOCK", listed)
     for block, few in ((1 << 18, True), (1 << 30, False)):  # all queries at once: the meter sees them

@@ -18,31 +18,32 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 def supports(p: CompressProblem) -> str | None:
     """Return None, or why these kernels cannot run the problem."""
-    if p.kv.dtype not in DTYPES or p.dtype not in DTYPES:
-        return f"kv {p.kv.dtype} and rows {p.dtype}; the GPU kernels accept bfloat16, float16 and float32"
+    if p.kv.dtype not in DTYPES or p.given.dtype not in DTYPES:
+        return f"kv {p.kv.dtype} and rows {p.given.dtype}; the GPU kernels accept bfloat16, float16 and float32"
     if p.d > 1024:
         return f"rows of {p.d} values; the GPU kernels accept up to 1024"
-    if p.cos_sin is not None and p.d % 2:
+    if p.given.cos_sin is not None and p.d % 2:
         return f"rows of {p.d} values with RoPE; the GPU kernels accept an even number"
     return None
 
 
 def run(p: CompressProblem, launch: Callable[[Launch], None] = calls.launch) -> None:
     """Fill p.rows or the pool, and the new state."""
-    kv, norm = _unit(p.kv), _unit(p.norm_weight)
+    given = p.given
+    kv, norm = _unit(p.kv), _unit(given.norm_weight)
     gate = kv if p.gate is None else _unit(p.gate)  # kv: not read, here and below
-    bias = kv if p.position_bias is None else p.position_bias.contiguous()
+    bias = kv if given.position_bias is None else given.position_bias.contiguous()
     # Without old tokens the kernel reads nothing from there.
     old_kv = p.new_kv if p.old_kv is None else p.old_kv.contiguous()
     old_gate = p.new_gate if p.old_gate is None else p.old_gate.contiguous()
-    cos_sin = kv if p.cos_sin is None else _unit(p.cos_sin)
-    r, rope_line = (0, 0) if p.cos_sin is None else (cos_sin.shape[1], cos_sin.stride(0))
+    cos_sin = kv if given.cos_sin is None else _unit(given.cos_sin)
+    r, rope_line = (0, 0) if given.cos_sin is None else (cos_sin.shape[1], cos_sin.stride(0))
     format, pool, slots = _target(p)
     arguments = [
         NewTokens(kv, gate, bias, *kv.stride()[:2], *gate.stride()[:2]),
         TokenState(old_kv, old_gate),
         TokenState(p.new_kv, p.new_gate),
-        Finish(norm, cos_sin, p.eps),
+        Finish(norm, cos_sin, given.eps),
         pool,
         slots,
         Windows(
@@ -53,13 +54,13 @@ def run(p: CompressProblem, launch: Callable[[Launch], None] = calls.launch) -> 
     slots_at_once = 8 if p.overlap else min(16, 1 << (p.m - 1).bit_length())
     constants = dict(
         OVERLAP=p.overlap,
-        ROPE=p.cos_sin is not None,
+        ROPE=given.cos_sin is not None,
         FORMAT=format,
         D=max(16, 1 << (p.d - 1).bit_length()),
         SLOTS=slots_at_once,
-        DTYPE=str(p.dtype).removeprefix("torch."),
+        DTYPE=str(given.dtype).removeprefix("torch."),
         GATED=p.gate is not None,
-        BIASED=p.position_bias is not None,
+        BIASED=given.position_bias is not None,
         # 16 values of a tile per thread: with 32 there are too few registers to have all its loads in flight.
         num_warps=8 if p.overlap else max(slots_at_once, 4),
     )
