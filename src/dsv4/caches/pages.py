@@ -109,12 +109,13 @@ class PackedRows:
         """
         found = cls._format(format)
         width = found.row_bytes
-        accepted = f"one-byte elements [pages, rows, {width}] or [pages, rows, 1, {width}], contiguous inside a page"
+        accepted = f"one-byte elements [pages, rows, {width}] or [pages, rows, 1, {width}], contiguous inside a page, "
+        accepted += "which has at least one row"
         if not checks.is_tensor(pages) or pages.element_size() != 1:
             checks.fail("pages", checks.describe(pages), accepted)
         if pages.ndim == 4 and pages.shape[2] == 1:
             pages = pages[:, :, 0]
-        if pages.ndim != 3 or pages.shape[2] != width or pages.stride(2) != 1 or _apart(pages, width):
+        if pages.ndim != 3 or pages.shape[1] == 0 or pages.shape[2] != width or _apart(pages, width):
             checks.fail("pages", f"shape {list(pages.shape)}, strides {list(pages.stride())}", accepted)
         count, rows, _ = pages.shape
         stride = pages.stride(0) if count > 1 else max(pages.stride(0), rows * width)
@@ -233,8 +234,8 @@ class PackedRows:
 
 
 def _apart(pages: Tensor, width: int) -> bool:
-    """Return whether the rows of a page do not follow each other. The stride of a single row means nothing."""
-    return pages.shape[1] > 1 and pages.stride(1) != width
+    """Return whether a page has gaps between its bytes or its rows. The stride of a single row means nothing."""
+    return pages.stride(2) != 1 or pages.shape[1] > 1 and pages.stride(1) != width
 
 
 # The operator that a compiler sees of `write`; its own code picks rows by their values, which cannot be traced.

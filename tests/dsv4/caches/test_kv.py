@@ -231,6 +231,7 @@ BAD = {
     "gather device": (lambda: CACHE.gather(torch.zeros(1, dtype=torch.int32, device="meta")), "indices"),
     "from_pages dtype": (lambda: Fp8Cache.from_pages(torch.zeros(1, 2, 584)), "pages"),
     "from_pages width": (lambda: Fp8Cache.from_pages(torch.zeros(1, 2, 656, dtype=torch.uint8)), "pages"),
+    "from_pages without rows": (lambda: Fp8Cache.from_pages(torch.zeros(2, 0, 584, dtype=torch.uint8)), "pages"),
     "from_pages inner stride": (
         lambda: Fp8Cache.from_pages(torch.zeros(1, 4, 584, dtype=torch.uint8)[:, ::2]),
         "pages",
