@@ -30,6 +30,7 @@ class Blocks:
     labels: list[int] = field(default_factory=list)  # PTX lines with a label
     loops: list[int] = field(default_factory=list)  # number of loops around each block
     crowded: set[int] = field(default_factory=set)  # PTX lines with more than one instruction
+    widths: dict[int, int] = field(default_factory=dict)  # PTX lines with one load or store -> bytes of a lane
 
     def at(self, pc: int) -> int:
         return bisect.bisect_right(self.starts, pc) - 1
@@ -49,6 +50,7 @@ class Blocks:
 
 
 _LABEL = re.compile(r"^\s*[$%\w]+:")
+_WIDTH = re.compile(r"(?:\.v(\d))?\.(?:bf|[bsuf])(\d+)\b")
 
 
 def labels_of(source: str) -> list[int]:
@@ -77,7 +79,13 @@ def blocks_of(program, macro_at, source: str) -> Blocks:
         of_line.setdefault(ins.line, bisect.bisect_right(starts, i) - 1)
     places = Counter(line for line, _ in {(ins.line, ins.column) for ins in program.instructions})
     crowded = {line for line, n in places.items() if n > 1}
-    return Blocks(starts, of_line, sorted(of_line), labels_of(source), _loops(program, starts, branches), crowded)
+    widths = {
+        ins.line: int(found[1] or 1) * int(found[2]) // 8
+        for ins in program.instructions
+        if ins.opcode in ("ld", "st") and ins.line not in crowded and (found := _WIDTH.search(ins.name))
+    }
+    loops = _loops(program, starts, branches)
+    return Blocks(starts, of_line, sorted(of_line), labels_of(source), loops, crowded, widths)
 
 
 def _loops(program, starts: list[int], branches: list[tuple[int, int]]) -> list[int]:

@@ -10,14 +10,14 @@ are attached to the machine instruction that performs them, by PTX line, and by 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from softsm.timing_model import machine
 from softsm.timing_model.blocks import Blocks
-from softsm.timing_model.loops import TARGET, machine_depths
+from softsm.timing_model.copies import Copies
+from softsm.timing_model.loops import machine_depths
 from softsm.timing_model.sass import Code
 from softsm.timing_model.trace import ClusterTrace
 
@@ -40,12 +40,8 @@ ANCHORS = {
     machine.CLUSTER_WAIT: ("UCGABAR_WAIT",),
 }
 LONG_CODE = 2304  # machine instructions, 36 KB: the first instruction cache (benchmarks/microbench, shared limits)
-SHORT = 4  # machine instructions of a block that tries a wait again
 PEELED = 4  # ratio of instructions from a loop to instructions from before it
-MANY_PAIRS = 8  # (line, opcode) pairs: fewer are not significant
-MANY_TURNS = 3  # the fewest iterations in a block: two may be the halves of a 64-bit value
 KEPT = 1 << 20  # machine instructions of the cached paths of a kernel
-ACCESSES = ("LDG.", "LD.", "STG", "ST.", "ATOMG", "ATOM.", "RED.", "REDG", "LDS", "STS", "ATOMS")
 OTHERS = ("HGMMA", "QGMMA", "IGMMA", "WARPGROUP.DEPBAR")  # recognised from the machine code alone
 ALL = tuple(sorted({op for ops in ANCHORS.values() for op in ops} | set(OTHERS)))
 
@@ -99,9 +95,17 @@ class Lowering:
             homes[home].append(number)
             for b, n in votes.items():
                 part_of[b][home] += n
-        self.again = self._second_tries()
+        copies = Copies(code, blocks, self.depths, ALL)
         self.once = self._unrolled(homes, part_of)
-        self.parts = {home: self._kept(numbers) for home, numbers in homes.items()}
+        before = {home: self._before_loop(home, numbers) for home, numbers in homes.items() if home not in self.once}
+        self.entries = {
+            home: (np.array([i for n in found for i in code.blocks[n]], np.int32), self._is_turn(home, found, numbers))
+            for home, numbers in homes.items()
+            if (found := before.get(home))
+        }
+        self.parts = {
+            home: copies.of([n for n in numbers if n not in before.get(home, ())]) for home, numbers in homes.items()
+        }
         self.variants: dict[tuple, Path] = {}
         self.paths: dict[tuple, Path] = {}
 
@@ -114,7 +118,7 @@ class Lowering:
             votes: Counter = Counter()
             for i in block:
                 ins = self.code.instructions[i]
-                if ins.line:
+                if ins.line and (ins.opcode != "EXIT" or not votes):
                     votes[self.blocks.of(ins.line)] += 20 if ins.opcode.startswith(ALL) else 1
             if votes:
                 home = max(votes, key=lambda b: (votes[b], -b))
@@ -150,6 +154,29 @@ class Lowering:
                 out[b] = home
         return out
 
+    def _before_loop(self, home: int, numbers: list[int]) -> list[int]:
+        """Returns the machine blocks before the loop of a PTX block, which run once for all its iterations."""
+        largest = max(len(self.code.blocks[n]) for n in numbers)
+        deepest = max(self.depths[n] for n in numbers if 4 * len(self.code.blocks[n]) >= largest)
+        first = next(n for n in numbers if self.depths[n] == deepest)
+        if not self.blocks.loops[home]:
+            return []
+        return [n for n in numbers if n < first and self.depths[n] < deepest]
+
+    def _is_turn(self, home: int, before: list[int], numbers: list[int]) -> bool:
+        """Returns whether the blocks before a loop contain an iteration: ptxas tests before the loop whether it begins,
+        and at the end of an iteration whether another one follows."""
+        of_home = [
+            {
+                (ins.line, ins.opcode)
+                for n in some
+                for i in self.code.blocks[n]
+                if (ins := self.code.instructions[i]).line and self.blocks.of(ins.line) == home
+            }
+            for some in (before, [n for n in numbers if n not in before])
+        ]
+        return 2 * len(of_home[0] & of_home[1]) >= len(of_home[1])
+
     def _around(self, home: int, homes: dict[int, list[int]]) -> int | None:
         """Returns the nearest block before `home` that is in fewer loops, all of which also enclose `home`."""
         least = self.blocks.loops[home]
@@ -159,174 +186,6 @@ class Lowering:
                 if b in homes:
                     return b
         return None
-
-    def _second_tries(self) -> set[int]:
-        """Returns short blocks after an EXIT that test a barrier which earlier code has tested, perhaps with the phase
-        in another register."""
-
-        def asks(block: range) -> set[str]:
-            made = (self.code.instructions[i] for i in block)
-            return {
-                ins.text.partition("[")[2].partition("]")[0] for ins in made if ins.opcode.startswith("SYNCS.PHASECHK")
-            }
-
-        asked: set[str] = set()
-        out: set[int] = set()
-        behind = False
-        for number, block in enumerate(self.code.blocks):
-            asking = asks(block)
-            if behind and len(block) <= SHORT and asking and asking <= asked:
-                out.add(number)
-            asked |= asking
-            behind |= self.code.instructions[block[-1]].opcode == "EXIT"
-        return out
-
-    def _tried_again(self, numbers: list[int]) -> set[int]:
-        """Returns blocks after all other code that only retry a wait. They have the line of the try_wait, the first try
-        often a neighbour's; the wait belongs to the first try, or it would follow the code that depends on it."""
-        again = self.again & set(numbers)
-        tries = sum(
-            self.code.instructions[i].opcode.startswith("SYNCS.PHASECHK")
-            for number in numbers
-            if number not in again
-            for i in self.code.blocks[number]
-        )
-        return again if tries >= len(again) else set()
-
-    def _kept(self, numbers: list[int]) -> dict[int, np.ndarray]:
-        """Maps iteration counts to the instructions that perform them, most iterations first; 1 if not a loop."""
-        kept: list[int] = []
-        seen: Counter = Counter()
-        accessed: set[int] = set()
-        left_out: list[int] = []
-        again = self._tried_again(numbers)
-        if cut := self._cut_copies([n for n in numbers if n not in again]):
-            return cut
-        for number in (n for n in numbers if n not in again):
-            made = [self.code.instructions[i] for i in self.code.blocks[number]]
-            lines = Counter(ins.line for ins in made)
-            accesses = self._accesses(number).keys()
-            new = sum(n for line, n in lines.items() if line not in seen)
-            if not kept or new * 4 >= sum(lines.values()) or new >= 12 or accesses - accessed:
-                kept.append(number)
-                seen.update(lines)
-                accessed |= accesses
-            else:
-                left_out.append(number)
-        best = max(kept, key=lambda k: len(self.code.blocks[k]))
-        rest = [i for k in kept if k != best for i in self.code.blocks[k]]
-
-        def made_of(block: Iterable[int]) -> np.ndarray:
-            return np.array([*rest, *block], np.int32)
-
-        whole = np.array([i for number in kept for i in self.code.blocks[number]], np.int32)
-        longer = self.code.blocks[best]
-        by_accesses = self._turns_by_accesses(best, left_out)
-        if by_accesses:
-            return {turns: made_of(block) for turns, block in sorted(by_accesses.items(), reverse=True)}
-        copies = [longer]
-        for block in (self.code.blocks[number] for number in left_out):
-            lines = Counter(self.code.instructions[i].line for i in block)
-            shared = sum((Counter(self.code.instructions[i].line for i in longer) & lines).values())
-            if shared >= 0.7 * min(len(block), len(longer)) and min(len(block), len(longer)) >= 6:
-                copies.append(block)
-        # ptxas unrolls by four and leaves copies for two iterations and for one: the smallest is one iteration.
-        *_, longer = blocks = sorted(copies, key=len)
-        if len(longer) >= 1.7 * len(blocks[0]):
-            return {self._turns(longer, blocks[0]): made_of(longer), 1: made_of(blocks[0])}
-        turns = self._copies(longer) if self.depths[best] else 1
-        if turns >= MANY_TURNS:
-            return {turns: whole, 1: made_of(self._first_turn(longer))}
-        return {1: whole}
-
-    def _accesses(self, number: int) -> Counter:
-        """Counts the memory accesses of a machine block by PTX line."""
-        made = (self.code.instructions[i] for i in self.code.blocks[number])
-        return Counter(ins.line for ins in made if ins.line and ins.opcode.startswith(ACCESSES))
-
-    def _cut_copies(self, numbers: list[int]) -> dict[int, np.ndarray]:
-        """Maps iteration counts to copies of a loop, unrolled and not, each of which ptxas has cut into blocks where
-        it jumps over a load. Such a jump meets the other way at a BSYNC; others lead to a copy or a turn."""
-        first = self._copy_starts(numbers)
-        copies: list[list[int]] = []
-        for n in numbers:
-            if n in first or not copies:
-                copies.append([])
-            copies[-1].append(n)
-        made = [(c, sum((self._accesses(n) for n in c), Counter())) for c in copies]
-        made = [(c, accesses) for c, accesses in made if accesses]
-        least = {line: min(a[line] for _, a in made if a[line]) for line in {x for _, a in made for x in a}}
-        found: dict[int, np.ndarray] = {}
-        cut = False
-        for blocks, accesses in made:
-            turns = {accesses[line] / n for line, n in least.items()}
-            inside = [i for n in blocks for i in self.code.blocks[n]]
-            if len(turns) > 1 or any(self.code.instructions[i].opcode.startswith(ALL) for i in inside):
-                return {}
-            cut |= sum(bool(self._accesses(n)) for n in blocks) > 1 and max(turns) > 1
-            found.setdefault(round(turns.pop()), np.array(inside, np.int32))
-        return dict(sorted(found.items(), reverse=True)) if cut and 1 in found else {}
-
-    def _copy_starts(self, numbers: list[int]) -> set[int]:
-        """Returns the blocks at which a loop, or another copy of it, begins."""
-        code, out = self.code, set()
-        for n in numbers:
-            last = code.instructions[code.blocks[n][-1]]
-            name = TARGET.search(last.text) if last.opcode.startswith("BRA") else None
-            to = code.labels.get(name[0], len(code.instructions)) if name else len(code.instructions)
-            if to < len(code.instructions) and code.instructions[to].opcode != "BSYNC":
-                target = code.instructions[to].block
-                out |= {target} if target > n else {target, n + 1}
-        return out
-
-    def _turns_by_accesses(self, best: int, left_out: list[int]) -> dict[int, Iterable[int]]:
-        """Maps iteration counts to blocks of an unrolled loop whose remainder ptxas has split where it jumps over a
-        load. The remainder is then not a copy of the others, but the accesses tell how many iterations each has."""
-        longer = self._accesses(best)
-        least = {
-            line: min([n, *filter(None, (self._accesses(k)[line] for k in left_out))]) for line, n in longer.items()
-        }
-        found: dict[int, Iterable[int]] = {}
-        cut = False
-        for number in (best, *left_out):
-            accesses = self._accesses(number)
-            turns = {accesses[line] / n for line, n in least.items()}
-            if len(turns) == 1 and 0 not in turns and turns.copy().pop() >= 1:
-                if len(self.code.blocks[number]) < 6:
-                    cut = True
-                else:
-                    found.setdefault(round(turns.pop()), self.code.blocks[number])
-        if not cut or not self.depths[best] or max(found, default=1) < 2:
-            return {}
-        return {1: self._first_turn(self.code.blocks[best])} | found
-
-    def _copies(self, block: range) -> int:
-        """Counts the iterations in a block without a separate copy of one iteration: ptxas unrolls so if it knows the
-        trip count. Most lines occur that often with each of their opcodes, except lines with more than one PTX
-        instruction (inline PTX). Products and copies have moves of a line for each of them; ptxas does not unroll
-        loops with those in this way."""
-        if any(self.code.instructions[i].opcode.startswith(ALL) for i in block):
-            return 1
-        made, crowded = [self.code.instructions[i] for i in block], self.blocks.crowded
-        pairs = Counter((x.line, x.opcode) for x in made if x.line and x.line not in crowded)
-        return round(float(np.median(list(pairs.values())))) if len(pairs) >= MANY_PAIRS else 1
-
-    def _first_turn(self, block: range) -> list[int]:
-        seen: set[tuple[int, str]] = set()
-        out = []
-        for i in block:
-            key = self.code.instructions[i].line, self.code.instructions[i].opcode
-            if key not in seen:
-                seen.add(key)
-                out.append(i)
-        return out
-
-    def _turns(self, longer: range, single: range) -> int:
-        """Counts the iterations in an unrolled copy: most of its instructions occur that often (counters and branches,
-        which iterations share, do not). Counts by opcode: ptxas gives products of later iterations other lines."""
-        many, one = (Counter(self.code.instructions[i].opcode for i in block) for block in (longer, single))
-        ratios = [many[op] / n for op, n in one.items() if op in many for _ in range(n)]
-        return max(2, round(float(np.median(ratios))))
 
     def _anchors(self, part: np.ndarray, events: tuple) -> tuple[np.ndarray, list[int]]:
         """Places the events of one run through a block. -> (instructions, positions)"""
@@ -382,10 +241,14 @@ class Lowering:
         return part, found
 
     def _variant(self, home: int, turns: int, events: tuple) -> Path:
-        key = (home, turns, events)
+        base = self.parts[home][turns] if home in self.parts else np.zeros(0, np.int32)
+        return self._placed((home, turns), base, events)
+
+    def _placed(self, which: tuple[int, int], base: np.ndarray, events: tuple) -> Path:
+        """Returns the instructions `base` with the events that they perform."""
+        key = (*which, events)
         found = self.variants.get(key)
         if found is None:
-            base = self.parts[home][turns] if home in self.parts else np.zeros(0, np.int32)
             base, places = self._anchors(base, events) if events else (base, [])
             at, count = np.full(len(base), -1, np.int32), np.zeros(len(base), np.int32)
             order = sorted(range(len(events)), key=lambda k: places[k])
@@ -402,9 +265,24 @@ class Lowering:
         begins: list[int] = []  # first event of each part
         ends = [*marks[1:], len(events)]
         n, total = 0, len(blocks)
+        outside = [0] * (1 + max(self.blocks.loops, default=0))  # by depth: the last block in fewer loops
+        visited: dict[int, int] = {}
         while n < total:
             home = self.once.get(blocks[n], blocks[n])
             begin = marks[n]
+            if self.entries:
+                depth = self.blocks.loops[home]
+                outside[depth + 1 :] = [n] * (len(outside) - depth - 1)
+                if home in self.entries:
+                    enters = visited.get(home, -1) < outside[depth]
+                    visited[home] = n
+                    if enters:
+                        instructions, is_turn = self.entries[home]
+                        n += is_turn
+                        performed = tuple(events[begin : ends[n - 1]]) if is_turn else ()
+                        parts.append(self._placed((home, 0), instructions, performed))
+                        begins.append(begin)
+                        continue
             options = self.parts.get(home, {1: None})
             turns = max(options)
             if home in self.once:
