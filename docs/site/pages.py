@@ -84,8 +84,8 @@ def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
     here = page.file.src_uri
     if here == "index.md":
         page.meta["hide"] = ["navigation", "toc"]
-        title, rest = markdown.split("\n", 1)
-        markdown = f"{title}\n\n{first_screen(markdown)}\n{rest}"
+        title, dsv4, softsm, rest = markdown.split("\n\n", 3)
+        markdown = f"{title}\n\n{first_screen(dsv4, softsm, rest)}\n{rest}"
     if here == "notes.md":  # the lab book would be the answer to most searches
         page.meta["search"] = {"exclude": True}
     if page.file.src_uri in FIRST_FOUND:
@@ -104,20 +104,24 @@ def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
     return "".join(part if part.startswith("`") else LINK.sub(lead, part) for part in FENCE.split(markdown))
 
 
-def first_screen(readme: str) -> str:
-    """A number and a report, both from the README, a timeline, and where to go on."""
+def first_screen(dsv4: str, softsm: str, readme: str) -> str:
+    """What each package is, a number and a report, all from the README, a timeline, and where to go on."""
+    about = [re.sub(r"\*\*(\w+)\*\*", r"<strong>\1</strong>", paragraph) for paragraph in (dsv4, softsm)]
+    assert all(text.startswith("<strong>") for text in about), "README.md does not begin with the two packages"
     row = re.search(r"^\| v4 decode fp8 \| (\d+) \| (\S+) \| (\S+) \| \S+ \| (\S+) \| (\S+) \|$", readme, flags=re.M)
     report = re.search(r"^```text\n.*?\n(race: .*?)\n.*?^```$", readme, flags=re.M | re.S)
     assert row and report, "README.md: the row of v4 decode fp8 or the report of a race is missing"
     cases, peer, slowest, median, fastest = row.groups()
-    return f"""<div class="first">
+    return f"""<div class="first-screen">
 <div>
+<p>{about[0]}</p>
 <p class="number">{median}</p>
 <p>the speed of {peer} in a DeepSeek-V4 decode step with FP8 rows: median of {cases} cases on an H200, from {slowest} to
-{fastest}. Kernels in Python, no build step.</p>
+{fastest}.</p>
 <p><a class="md-button md-button--primary" href="install/">I have a Hopper GPU</a></p>
 </div>
 <div>
+<p>{about[1]}</p>
 <div class="language-text highlight"><pre><code>{report[1]}
   this   warp 0 of CTA (1, 0, 0) reads, count.py:9
   other  warp 0 of CTA (0, 0, 0) wrote, count.py:9
@@ -256,13 +260,12 @@ def plots() -> Iterator[tuple[str, str]]:
     yield "plots.md", "\n\n".join(parts) + "\n"
 
 
-OPERATIONS = ("dense", "v4", "index", "backward")
+OPERATIONS = ("dense", "decode", "varlen", "v4", "index", "moe", "backward")
 
 
 def by_operation(path: Path) -> tuple[int, str]:
     """Sort key: attention first, gradients last."""
-    named = [n for n, operation in enumerate(OPERATIONS) if operation in path.stem]
-    return (named or [len(OPERATIONS)])[0], path.stem
+    return max((n for n, operation in enumerate(OPERATIONS) if operation in path.stem), default=0), path.stem
 
 
 def drawn(draw: Callable[[Any], None]) -> str:

@@ -45,6 +45,17 @@ def test_what_was_recorded_are_cases_with_a_peer():
             assert case["microseconds"]["dsv4"] > 0 and bench.best_peer(case) in case["microseconds"]
 
 
+def test_kinds_are_ordered_by_operation_with_gradients_last():
+    kinds = [
+        "v4 decode fp8", "v4 prefill bf16", "prefill hd64", "random prefill hd64", "prefill hd128", "decode hd64",
+        "varlen hd64", "index decode fp8", "compress", "moe flash", "backward v4", "backward hd64", "backward hd128",
+        "random backward hd128", "varlen backward hd64",
+    ]  # fmt: skip
+    assert sorted(reversed(kinds), key=summary.place) == kinds
+    shown = list(summary.speeds(RECORDS))
+    assert shown == sorted(shown, key=summary.place)
+
+
 def test_a_summary_counts_losses_and_wins_of_a_kind():
     def case(name: str, ours: float, **theirs: float) -> dict:
         return {"case": name, "microseconds": {"dsv4": ours, **theirs}}

@@ -105,10 +105,10 @@ def test_no_code_is_cut_off_in_a_wide_window(tab: browser.Browser, address: str,
 
 def test_the_first_screen_has_a_number_a_report_a_timeline_and_two_ways_on(tab: browser.Browser, address: str) -> None:
     tab.open(f"{address}/", width=WIDE)
-    assert re.fullmatch(r"\d\.\d\dx", tab.value("document.querySelector('.first .number').innerText"))
-    assert tab.value("document.querySelector('.first').getBoundingClientRect().bottom") < 800
-    assert tab.value("document.querySelector('.first .timeline').getBoundingClientRect().height") > 150
-    for link in tab.value("[...document.querySelectorAll('.first a')].map(a => a.href)"):
+    assert re.fullmatch(r"\d\.\d\dx", tab.value("document.querySelector('.first-screen .number').innerText"))
+    assert tab.value("document.querySelector('.first-screen').getBoundingClientRect().bottom") < 800
+    assert tab.value("document.querySelector('.first-screen .timeline').getBoundingClientRect().height") > 150
+    for link in tab.value("[...document.querySelectorAll('.first-screen a')].map(a => a.href)"):
         tab.open(link)
         assert not [x for x in tab.complaints if "favicon" not in x] and tab.value("document.title")
 
@@ -118,6 +118,8 @@ def test_the_reference_has_types_and_examples_and_no_internals(site: Path) -> No
     assert "Tensor" in page and len(re.findall(r'id="dsv4[\w.]*"', page)) >= 20
     for name in ("wants_gradient", "Setting", "cut"):
         assert f'id="dsv4.distributed.{name}"' not in page
+    assert "keywords: Any" not in re.sub(r"<.*?>", "", page)  # index_topk shows its keywords
+    assert 'id="softsm.engine.launch.Kernel.pack"' not in (site / "api" / "softsm" / "index.html").read_text()
 
 
 SEARCHES = {

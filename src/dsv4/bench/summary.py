@@ -6,6 +6,7 @@ Nothing is chosen by hand: every case in which something else can run is counted
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections import Counter
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 Record = dict[str, Any]
 TOGETHER = ("compress", "write")  # kinds that need no more than their first word
+OPERATIONS = ("v4", "prefill", "decode", "varlen", "index", "compress", "write", "moe")  # the order of the rows
 
 
 def has_peer(case: dict[str, Any]) -> bool:
@@ -48,6 +50,15 @@ def kind(name: str) -> str:
     return words[0] if words[0] in TOGETHER else " ".join(words)
 
 
+def place(name: str) -> tuple[bool, int, int, bool, str]:
+    """Return the sort key of a kind: by operation, gradients last, then by head dim, random shapes after fixed ones."""
+    words = name.split()
+    first = next(word for word in words if word not in ("random", "backward", "eager"))
+    operation = OPERATIONS.index(first) if first in OPERATIONS else OPERATIONS.index("prefill")
+    width = re.search(r"\bhd(\d+)", name)
+    return "backward" in words, operation, int(width[1]) if width else 0, words[0] == "random", name
+
+
 def speeds(many: list[Record]) -> dict[str, list[tuple[float, str]]]:
     """Return, by kind, (our speed relative to the best peer's, the peer) of every case."""
     found: dict[str, list[tuple[float, str]]] = {}
@@ -57,7 +68,7 @@ def speeds(many: list[Record]) -> dict[str, list[tuple[float, str]]]:
             peer = best_peer(case)
             ratio = case["microseconds"][peer] / case["microseconds"]["dsv4"]
             found.setdefault(drawn + kind(case["case"]), []).append((ratio, peer))
-    return found
+    return {name: found[name] for name in sorted(found, key=place)}
 
 
 def worst_tenth(ratios: list[float]) -> float:

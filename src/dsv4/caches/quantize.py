@@ -7,11 +7,12 @@ from torch import Tensor
 
 from dsv4.caches.formats import E4M3_MAX, Mxfp8Rows, ceil_log2
 from dsv4.runtime import checks, dispatch, operators
+from dsv4.runtime.checks import Backend
 
 GROUP = 32
 
 
-def quantize_mxfp8(x: Tensor, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
+def quantize_mxfp8(x: Tensor, *, backend: Backend = "auto") -> tuple[Tensor, Tensor]:
     """Quantise x to e4m3 with one scale per 32 neighbouring values, in the recipe of DeepSeek-V4.1::
 
         scale = 2 ** ceil(log2(max(amax, 1e-4) / 448))        code = e4m3(x / scale)

@@ -43,6 +43,8 @@ def launches(count: int) -> str:
 
 @dataclass(frozen=True)
 class Diagnostic:
+    """A finding: its `code`, which `softsm explain` knows, the `message`, up to two `parties` and a `fix`."""
+
     code: str  # 'race', 'uninitialised', 'in-flight', ...; `softsm explain CODE`
     message: str  # one sentence: what happened
     parties: tuple[Party, ...] = ()
@@ -74,7 +76,8 @@ class Diagnostic:
 
 @dataclass
 class Report:
-    """Everything found while a `checking` block ran. Truthy if there are findings; warnings are not findings."""
+    """Everything found while a `checking` block ran: a sequence of `Diagnostic`, causes first. Truthy if there are
+    findings. `warnings` are violations of the PTX specification without effect so far; they are not findings."""
 
     diagnostics: list[Diagnostic] = field(default_factory=list)  # causes first, then in the order they were found
     launches: int = 0
@@ -106,6 +109,7 @@ class Report:
             self.warnings.append(diagnostic)
 
     def codes(self) -> list[str]:
+        """Returns the code of each finding."""
         return [d.code for d in self.diagnostics]
 
     def again(self) -> dict[int, int]:
