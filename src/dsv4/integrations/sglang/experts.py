@@ -20,6 +20,14 @@ class Method:
         """Forward to SGLang's own method what it needs besides the calls below."""
         return getattr(self.__dict__["_fp8"], name)
 
+    @property
+    def fuse_routed_scaling_factor_in_topk(self) -> bool:
+        """Whether SGLang's router multiplies the weights by the factor of the routed experts. On CUDA nothing but a
+        runner of SGLang would do it after the experts; elsewhere the model does."""
+        from sglang.srt.utils import is_cuda
+
+        return bool(is_cuda())
+
     def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
         """Create no runner of SGLang's: apply does all the work."""
         if getattr(moe_runner_config, "apply_router_weight_on_input", False):
@@ -65,8 +73,8 @@ class Method:
 def get_quant_method(theirs: Any, config: Any, layer: Any, prefix: str) -> Any:
     """Wrap Fp8Config.get_quant_method."""
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
-    from sglang.srt.layers.quantization.fp8 import Fp8MoEMethod
+    from sglang.srt.layers.quantization.fp8 import Fp8MoEMethod, UnquantizedFusedMoEMethod
 
     found = theirs(config, layer, prefix)
-    ours = isinstance(layer, FusedMoE) and config.is_fp4_experts and not config.dequant_fp4_to_fp8
-    return Method(Fp8MoEMethod(config), prefix) if ours else found
+    fp4 = config.is_fp4_experts and not config.dequant_fp4_to_fp8 and not isinstance(found, UnquantizedFusedMoEMethod)
+    return Method(Fp8MoEMethod(config), prefix) if fp4 and isinstance(layer, FusedMoE) else found
