@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from softsm.checks import benign_races, grids, ranks
 from softsm.checks import clocks as cl
@@ -119,6 +119,38 @@ def source_of(ins) -> str:
     return f"{loc.file}:{loc.line}{f' in {function}' if function else ''}{called_at(loc)}"
 
 
+@dataclass(frozen=True)
+class Entry:
+    """A finding of the compiled code (`report` in checks/shadow.py): an access and an earlier one of the same bytes."""
+
+    kind: int
+    same: bool  # both store the same value
+    place: int  # 0: shared memory, 1: global memory
+    address: int
+    pc: int
+    agent: int  # of the earlier access, as in the records of checks/shadow.py
+    epoch: int  # of a warp; of an asynchronous operation its number
+    other_pc: int
+    lane: int
+    other_lane: int  # -1: the finding is not about lanes
+
+    @classmethod
+    def of(cls, fields: list[int]) -> Entry:
+        kind, place, address, pc, agent, epoch, other_pc, lanes = fields
+        lane, other_lane = (lanes, -1) if lanes < 64 else (lanes & 63, (lanes >> 6) - 1)
+        same = kind == sh.SAME
+        return cls(sh.WAW if same else kind, same, place, address, pc, agent, epoch, other_pc, lane, other_lane)
+
+    by_warp = property(lambda self: self.agent < sh.ASYNC)  # the earlier access
+    memory = property(lambda self: "global" if self.place else "shared")
+    where = property(lambda self: f"{self.memory} bytes {self.address:#x} to {self.address + 3:#x}")
+    verb = property(lambda self: "writes" if self.kind in (sh.WAW, sh.WAR) else "reads")
+
+    @property
+    def load_and_store(self) -> tuple[int, int]:
+        return (self.pc, self.other_pc) if self.kind == sh.RAW else (self.other_pc, self.pc)
+
+
 class Findings:
     """The part of the checker that makes diagnostics."""
 
@@ -129,96 +161,102 @@ class Findings:
         self.confined_pairs: dict[tuple[int, int, int], bool] = {}  # (program, load, store), see checks/benign_races.py
 
     def collect(self, w, op=None) -> None:
-        """Turns the compiled code's findings into diagnostics."""
+        """Turns the compiled code's findings into diagnostics. They are about an access by warp w, or by its operation
+        op, and an earlier one."""
         races = self.checker.memory.races
         n = races.item(0)
         if not n:
             return
         entries = races[1 : 1 + n * sh.RACE_FIELDS].reshape(n, sh.RACE_FIELDS).tolist()
         races[0] = 0
-        agents, operations = self.checker.agents, self.checker.operations
-        for kind, place, address, pc, agent, epoch, other_pc, lanes in entries:
-            lane, other_lane = (lanes, -1) if lanes < 64 else (lanes & 63, (lanes >> 6) - 1)
-            if kind == sh.OVER_BARRIER:
-                self.checker.barriers.over_barrier(w, op, agents[other_pc + 1].cta, address & ~7, pc, lane)
-                continue
-            if kind == sh.UNINITIALISED and not self.strict and benign_races.masked_atomic(w.cta.program, pc):
-                continue
-            if kind == sh.SAME:
-                if agent < sh.ASYNC and (not self.strict or one_statement(w, pc, agents[agent], other_pc)):
-                    continue
-                earlier = operations.get(epoch) if agent >= sh.ASYNC else None
-                if earlier is not None and earlier.kind == ranks.KIND and not self.strict:
-                    continue
-                kind = sh.WAW
-            if place and op is None and kind != sh.WAR and behind_flag(w, address, agent, epoch):
-                continue
-            if op is None and agent < sh.ASYNC and kind in (sh.RAW, sh.WAR) and not self.strict:
-                load, atomic = (pc, other_pc) if kind == sh.RAW else (other_pc, pc)
-                if benign_races.compared(w.cta.program, load, atomic):
-                    continue
-            memory = "global" if place else "shared"
-            where = f"{memory} bytes {address:#x} to {address + 3:#x}"
-            verb = "writes" if kind in (sh.WAW, sh.WAR) else "reads"
-            this = self.party(w, op, f"{verb} {where}", pc=pc, lane=lane)
-            if kind == sh.UNINITIALISED:
-                self.unwritten.add((id(w.cta.program), pc))
-                said = "nothing wrote them"
-                parties: tuple[Party, ...] = (this,)
-                if place:
-                    that = self.party(agents[agent], None, f"discarded {where}", pc=other_pc)
-                    said, parties = "discard.L2 took their values", (this, that)
-                self.report.add(Diagnostic("uninitialised", f"{memory} bytes are read, but {said}", parties))
-                continue
-            did = "wrote" if kind != sh.WAR or agent < sh.ASYNC and stores(agents[agent], other_pc) else "read"
-            if agent >= sh.ASYNC:
-                other_op = operations.get(epoch)
-                if other_op is None:
-                    other = Party("an earlier operation")
-                elif other_op.kind in EARLIER:
-                    other = Party(f"the {other_op.kind}", what=f"{did} {where}")
+        for entry in map(Entry.of, entries):
+            if entry.kind == sh.OVER_BARRIER:
+                cta = self.checker.agents[entry.other_pc + 1].cta
+                self.checker.barriers.over_barrier(w, op, cta, entry.address & ~7, entry.pc, entry.lane)
+            elif not self.allowed(w, op, entry):
+                this = self.party(w, op, f"{entry.verb} {entry.where}", pc=entry.pc, lane=entry.lane)
+                if entry.kind == sh.UNINITIALISED:
+                    self.uninitialised(w, entry, this)
                 else:
-                    other = self.party(other_op.warp, other_op, f"{did} {where}")
-            else:
-                other_op = None
-                other = self.party(agents[agent], None, f"{did} {where}", pc=other_pc, lane=other_lane)
-            them = agents[agent] if agent < sh.ASYNC else other_op.warp if other_op is not None else None
-            if (
-                op is not None
-                and kind == sh.RAW
-                and agent < sh.ASYNC
-                and them is not None
-                and other_lane < 0
-                and seen(w, them, epoch)
-            ):
-                fix = UNFENCED
-            elif other_lane < 0:
-                fix = self.across(w, them)
-                if fix == WITHIN_CLUSTER and other_op is not None:  # a wait for its completion is possible
-                    fix = ""
-                elif fix and other_op is not None and other_op.kind in WRITES:
-                    fix = BEHIND_STORE.format(scope="sys" if fix.startswith(BETWEEN_GPUS) else "gpu")
-            elif them is w:
-                fix = ONE_INSTRUCTION if pc == other_pc else BETWEEN_LANES
-            else:
-                fix = NOT_RELEASED.format(lanes=self.checker.order.releasing(them, epoch))
-            over_read = op if kind == sh.WAR and place == 0 and agent < sh.ASYNC else None
-            early = them is not None and (id(them.cta.program), other_pc) in self.unwritten
-            if over_read is not None and early:
-                fix = too_early(over_read)
-            if not fix and kind == sh.WAW and op is None and agent < sh.ASYNC and pc == other_pc:
-                fix = BETWEEN_WARPS
-            found = self.race(this, other, f"{memory} memory", other_op, fix)
-            if over_read is not None and not early and first_phase(over_read):
-                more = f"; where it was to read what this one brings, let it wait for {named(over_read)[0]}"
-                found = dataclasses.replace(found, fix=found.fix + more)
-            if place and op is None and agent < sh.ASYNC and kind in (sh.RAW, sh.WAR) and not self.strict:
-                by_this = w, pc, other_pc, lane
-                reader, load, store, which = by_this if kind == sh.RAW else (them, other_pc, pc, other_lane)
-                if them is not None and them.cta is w.cta and self.confined(w.cta.program, load, store):
-                    self.suspect(reader, found, store, 1 << which if other_lane >= 0 else pg.ALL)
-                    continue
-            self.report.add(found)
+                    self.unordered(w, op, entry, this)
+
+    def allowed(self, w, op, entry: Entry) -> bool:
+        """Returns whether the two accesses are benign, or ordered by what the compiled code does not see."""
+        program = w.cta.program
+        if entry.kind == sh.UNINITIALISED and not self.strict and benign_races.masked_atomic(program, entry.pc):
+            return True
+        if entry.same and entry.by_warp:
+            if not self.strict or one_statement(w, entry.pc, self.checker.agents[entry.agent], entry.other_pc):
+                return True
+        elif entry.same and not self.strict:
+            earlier = self.checker.operations.get(entry.epoch)
+            if earlier is not None and earlier.kind == ranks.KIND:
+                return True
+        if op is not None:
+            return False
+        if entry.place and entry.kind != sh.WAR and behind_flag(w, entry.address, entry.agent, entry.epoch):
+            return True
+        return self.may_be_confined(op, entry) and benign_races.compared(program, *entry.load_and_store)
+
+    def may_be_confined(self, op, entry: Entry) -> bool:
+        """Returns whether a load and a store of two warps race, at the default level."""
+        return op is None and entry.by_warp and entry.kind in (sh.RAW, sh.WAR) and not self.strict
+
+    def uninitialised(self, w, entry: Entry, this: Party) -> None:
+        self.unwritten.add((id(w.cta.program), entry.pc))
+        said, parties = "nothing wrote them", [this]
+        if entry.place:
+            that = self.party(self.checker.agents[entry.agent], None, f"discarded {entry.where}", pc=entry.other_pc)
+            said, parties = "discard.L2 took their values", [this, that]
+        self.report.add(Diagnostic("uninitialised", f"{entry.memory} bytes are read, but {said}", tuple(parties)))
+
+    def unordered(self, w, op, entry: Entry, this: Party) -> None:
+        """Reports a race, or holds it back if the reader may be confined to lanes that never store."""
+        other_op = None if entry.by_warp else self.checker.operations.get(entry.epoch)
+        them = self.checker.agents[entry.agent] if entry.by_warp else other_op.warp if other_op is not None else None
+        over_read = op if entry.kind == sh.WAR and not entry.place and entry.by_warp else None
+        early = them is not None and (id(them.cta.program), entry.other_pc) in self.unwritten
+        fix = too_early(over_read) if over_read is not None and early else self.fix(w, op, entry, them, other_op)
+        found = self.race(this, self.other(entry, them, other_op), f"{entry.memory} memory", other_op, fix)
+        if over_read is not None and not early and first_phase(over_read):
+            more = f"; where it was to read what this one brings, let it wait for {named(over_read)[0]}"
+            found = replace(found, fix=found.fix + more)
+        if entry.place and them is not None and them.cta is w.cta and self.may_be_confined(op, entry):
+            reader, lane = (w, entry.lane) if entry.kind == sh.RAW else (them, entry.other_lane)
+            load, store = entry.load_and_store
+            if self.confined(w.cta.program, load, store):
+                self.suspect(reader, found, store, 1 << lane if entry.other_lane >= 0 else pg.ALL)
+                return
+        self.report.add(found)
+
+    def other(self, entry: Entry, them, other_op) -> Party:
+        """Returns the earlier access. them: the warp that made or issued it, if it is known."""
+        wrote = entry.kind != sh.WAR or entry.by_warp and stores(them, entry.other_pc)
+        what = f"{'wrote' if wrote else 'read'} {entry.where}"
+        if entry.by_warp:
+            return self.party(them, None, what, pc=entry.other_pc, lane=entry.other_lane)
+        if other_op is None:
+            return Party("an earlier operation")
+        if other_op.kind in EARLIER:
+            return Party(f"the {other_op.kind}", what=what)
+        return self.party(them, other_op, what)
+
+    def fix(self, w, op, entry: Entry, them, other_op) -> str:
+        """Returns advice that these two accesses need, or '' if that for any race will do."""
+        if entry.other_lane >= 0:
+            if them is w:
+                return ONE_INSTRUCTION if entry.pc == entry.other_pc else BETWEEN_LANES
+            return NOT_RELEASED.format(lanes=self.checker.order.releasing(them, entry.epoch))
+        if op is not None and entry.kind == sh.RAW and entry.by_warp and seen(w, them, entry.epoch):
+            return UNFENCED
+        fix = self.across(w, them)
+        if fix and other_op is not None:
+            if fix == WITHIN_CLUSTER:  # a wait for its completion is possible
+                return ""
+            if other_op.kind in WRITES:
+                return BEHIND_STORE.format(scope="sys" if fix.startswith(BETWEEN_GPUS) else "gpu")
+        in_one_store = entry.kind == sh.WAW and op is None and entry.by_warp and entry.pc == entry.other_pc
+        return fix or (BETWEEN_WARPS if in_one_store else "")
 
     def across(self, w, other) -> str:
         """Returns advice for warps of different CTAs, or '' for warps of one CTA."""

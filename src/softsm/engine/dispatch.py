@@ -107,133 +107,190 @@ def dispatch(module: ir.Module, hot: list[tuple[int, Micro]]) -> None:
     """Adds the function `run` to the module."""
     tensor = {pg.OP_TENSOR_LD: tensor_access(module, False), pg.OP_TENSOR_ST: tensor_access(module, True)}
     function = ir.Function(module, RUN, "run")
-    lane_operation, cold, S, pc0, mask0, stop, quantum, multi, results = function.args
-    block = function.append_basic_block
-    with building(ir.IRBuilder(block("entry"))) as b:
-        code, R, Q_, P = (field(S, k) for k in (pg.S_CODE, pg.S_R, pg.S_Q, pg.S_P))
-        files = {"R": R, "Q": Q_, "P": P}
-        # Steps are pc - begin + jumps, so only jumps are counted. At `limit` the quantum ends or a fragment waits.
-        pc_, mask_, jumps_, limit_ = b.alloca(_I64), b.alloca(_I32), b.alloca(_I64), b.alloca(_I64)
-        b.store(pc0, pc_)
-        b.store(b.trunc(mask0, _I32), mask_)
-        b.store(_I64(0), jumps_)
-        b.store(_least(b, stop, b.add(pc0, quantum)), limit_)
-        loop, fetch, over = block("loop"), block("fetch"), block("over")
-        b.branch(loop)
-        b.position_at_end(loop)
-        pc, mask = b.load(pc_), b.load(mask_)
-        b.cbranch(b.icmp_signed("<", pc, b.load(limit_)), fetch, over)
+    with building(ir.IRBuilder(function.append_basic_block("entry"))) as b:
+        Loop(b, function).fill(hot, tensor)
 
-        def leave(status: ir.Value, at: ir.Value, lanes: ir.Value, next_pc: ir.Value) -> None:
-            steps = b.add(b.sub(next_pc, pc0), b.load(jumps_))
-            for k, value in enumerate((at, b.zext(b.load(mask_), _I64), b.zext(lanes, _I64), steps)):
-                b.store(value, b.inttoptr(b.add(results, _I64(8 * k)), _I64.as_pointer()))
-            b.ret(status)
+
+class Loop:
+    """The function `run` while it is built. The values of the instruction that is decoded: `at` (the address of its
+    record), its fields, and `m`, the lanes that execute it."""
+
+    def __init__(self, b: ir.IRBuilder, function: ir.Function):
+        self.b, self.block = b, function.append_basic_block
+        self.lane_operation, self.cold, self.S, self.pc0, self.mask0, *rest = function.args
+        self.stop, self.quantum, self.multi, self.results = rest
+        self.code, self.R, self.Q, self.P = (field(self.S, k) for k in (pg.S_CODE, pg.S_R, pg.S_Q, pg.S_P))
+
+    def fill(self, hot: list[tuple[int, Micro]], tensor: dict[int, ir.Function]) -> None:
+        self.fetch()
+        self.decode()
+        files = {"R": self.R, "Q": self.Q, "P": self.P}
+        for number, micro in hot:
+            self.case(number)
+            emit(micro, self.rd, (self.ra, self.rb, self.rc, self.rx), Bits(self.m), files)
+            self.again()
+        self.compiled_block()
+        self.jump()
+        self.exit()
+        self.wait()
+        for number, access in tensor.items():
+            self.tensor_memory(number, access)
+        for number in (pg.OP_CHECKED_LD, pg.OP_CHECKED_ST):
+            self.checked_tensor_memory(number)
+        self.macro()
+        self.others(pg.FIRST_MICRO + len(hot))
+
+    # ---- what the cases share ----
+
+    def case(self, number: int) -> None:
+        target = self.block(f"op{number}")
+        self.cases.add_case(_I32(number), target)
+        self.b.position_at_end(target)
+
+    def again(self) -> None:
+        """Continues with the next instruction."""
+        self.b.branch(self.loop)
+
+    def leave(self, status: ir.Value, at: ir.Value, lanes: ir.Value, next_pc: ir.Value) -> None:
+        """Returns to Python."""
+        b = self.b
+        steps = b.add(b.sub(next_pc, self.pc0), b.load(self.jumps_))
+        for k, value in enumerate((at, b.zext(b.load(self.mask_), _I64), b.zext(lanes, _I64), steps)):
+            b.store(value, b.inttoptr(b.add(self.results, _I64(8 * k)), _I64.as_pointer()))
+        b.ret(status)
+
+    def to_python(self) -> None:
+        """Leaves for the macro-operation."""
+        self.leave(_I64(pg.MACRO), self.pc, self.m, self.following)
+
+    def skip_without_lanes(self) -> None:
+        """Skips the instruction if no lane executes it."""
+        with self.b.if_then(self.b.icmp_unsigned("==", self.m, _I32(0))):
+            self.again()
+
+    def call_lane_operation(self) -> ir.Value:
+        given = [self.op, self.rd, self.ra, self.rb, self.rc, self.rx, self.m, self.S, self.pc]
+        return self.b.call(self.b.inttoptr(self.lane_operation, OPERATION.as_pointer()), given)
+
+    # ---- the instruction ----
+
+    def fetch(self) -> None:
+        b, block = self.b, self.block
+        # Steps are pc - begin + jumps, so only jumps are counted. At `limit` the quantum ends or a fragment waits.
+        self.pc_, self.mask_, self.jumps_, self.limit_ = b.alloca(_I64), b.alloca(_I32), b.alloca(_I64), b.alloca(_I64)
+        b.store(self.pc0, self.pc_)
+        b.store(b.trunc(self.mask0, _I32), self.mask_)
+        b.store(_I64(0), self.jumps_)
+        b.store(_least(b, self.stop, b.add(self.pc0, self.quantum)), self.limit_)
+        self.loop, fetch, over = block("loop"), block("fetch"), block("over")
+        self.again()
+        b.position_at_end(self.loop)
+        pc, mask = self.pc, self.mask = b.load(self.pc_), b.load(self.mask_)
+        b.cbranch(b.icmp_signed("<", pc, b.load(self.limit_)), fetch, over)
 
         b.position_at_end(over)
-        met = b.icmp_signed(">=", pc, stop)
-        leave(b.select(met, _I64(pg.MERGE), _I64(pg.QUANTUM)), pc, mask, pc)
+        met = b.icmp_signed(">=", pc, self.stop)
+        self.leave(b.select(met, _I64(pg.MERGE), _I64(pg.QUANTUM)), pc, mask, pc)
 
         b.position_at_end(fetch)
-        in_code, decode = b.add(code, b.shl(pc, _I64(5))), block("decode")
-        b.branch(decode)
-        b.position_at_end(decode)
-        at = b.phi(_I64)
-        at.add_incoming(in_code, fetch)
-        op, rd, ra, rb, rc, rx, guard, flip = (
-            b.load(b.inttoptr(b.add(at, _I64(4 * k)), _I32.as_pointer())) for k in range(8)
+        in_code, self.decoding = b.add(self.code, b.shl(pc, _I64(5))), block("decode")
+        b.branch(self.decoding)
+        b.position_at_end(self.decoding)
+        self.at = b.phi(_I64)
+        self.at.add_incoming(in_code, fetch)
+
+    def decode(self) -> None:
+        b = self.b
+        self.op, self.rd, self.ra, self.rb, self.rc, self.rx, guard, flip = (
+            b.load(b.inttoptr(b.add(self.at, _I64(4 * k)), _I32.as_pointer())) for k in range(8)
         )
-        m = b.and_(mask, b.xor(load_predicate(P, guard).value, flip))
-        following = b.add(pc, _I64(1))
-        b.store(following, pc_)
-        others = block("others")
-        cases = b.switch(op, others)
+        self.m = b.and_(self.mask, b.xor(load_predicate(self.P, guard).value, flip))
+        self.following = b.add(self.pc, _I64(1))
+        b.store(self.following, self.pc_)
+        self.otherwise = self.block("others")
+        self.cases = b.switch(self.op, self.otherwise)
 
-        def case(number: int):
-            target = block(f"op{number}")
-            cases.add_case(_I32(number), target)
-            b.position_at_end(target)
+    # ---- the cases ----
 
-        for number, micro in hot:
-            case(number)
-            emit(micro, rd, (ra, rb, rc, rx), Bits(m), files)
-            b.branch(loop)
-
-        case(pg.OP_BLOCK)  # rd: the block's length, ra: its number
-        end, row = b.add(pc, b.zext(rd, _I64)), b.add(field(S, pg.S_BLOCKS), b.shl(b.zext(ra, _I64), _I64(6)))
-        fits = b.and_(b.icmp_unsigned("==", mask, _I32(FULL)), b.icmp_signed("<=", end, b.load(limit_)))
+    def compiled_block(self) -> None:
+        """rd: the block's length, ra: its number."""
+        b = self.b
+        self.case(pg.OP_BLOCK)
+        end = b.add(self.pc, b.zext(self.rd, _I64))
+        row = b.add(field(self.S, pg.S_BLOCKS), b.shl(b.zext(self.ra, _I64), _I64(6)))
+        fits = b.and_(b.icmp_unsigned("==", self.mask, _I32(FULL)), b.icmp_signed("<=", end, b.load(self.limit_)))
         with b.if_then(fits):
             address, executed, turn = (b.inttoptr(b.add(row, _I64(8 * k)), _I64.as_pointer()) for k in range(3))
             native_block = b.load(address)
             with b.if_then(b.icmp_unsigned("!=", native_block, _I64(0))):
                 per_turn = b.load(turn)
-                most = b.add(b.udiv(b.sub(b.load(limit_), end), per_turn), _I64(1))
-                turns = b.call(b.inttoptr(native_block, BLOCK.as_pointer()), [R, Q_, P, S, most])
+                most = b.add(b.udiv(b.sub(b.load(self.limit_), end), per_turn), _I64(1))
+                turns = b.call(b.inttoptr(native_block, BLOCK.as_pointer()), [self.R, self.Q, self.P, self.S, most])
                 with b.if_then(b.icmp_unsigned("!=", turns, _I64(0)), likely=True):  # 0: some load is not plain
-                    jumps = b.add(b.load(jumps_), b.mul(b.sub(turns, _I64(1)), per_turn))
-                    b.store(jumps, jumps_)
-                    b.store(_least(b, stop, b.sub(b.add(pc0, quantum), jumps)), limit_)
-                    b.store(end, pc_)
-                    b.branch(loop)
+                    jumps = b.add(b.load(self.jumps_), b.mul(b.sub(turns, _I64(1)), per_turn))
+                    b.store(jumps, self.jumps_)
+                    b.store(_least(b, self.stop, b.sub(b.add(self.pc0, self.quantum), jumps)), self.limit_)
+                    b.store(end, self.pc_)
+                    self.again()
             count = b.add(b.load(executed), _I64(1))
             b.store(count, executed)
             with b.if_then(b.icmp_unsigned("==", count, _I64(HOT))):
-                leave(_I64(pg.HOT), pc, mask, pc)
-        at.add_incoming(b.add(row, _I64(32)), b.block)  # the record that the block replaced
-        b.branch(decode)
+                self.leave(_I64(pg.HOT), self.pc, self.mask, self.pc)
+        self.at.add_incoming(b.add(row, _I64(32)), b.block)  # the record that the block replaced
+        b.branch(self.decoding)
 
-        case(pg.OP_BRA)
-        with b.if_then(b.icmp_unsigned("==", m, mask)):
-            target = b.zext(rx, _I64)
-            jumps = b.add(b.load(jumps_), b.sub(following, target))
-            b.store(jumps, jumps_)
-            b.store(target, pc_)
-            with b.if_then(b.icmp_unsigned("!=", multi, _I64(0))):
-                with b.if_then(b.icmp_unsigned("==", multi, _I64(1))):
-                    leave(_I64(pg.MERGE), target, mask, target)
-                trail = b.inttoptr(multi, _I64.as_pointer())
+    def jump(self) -> None:
+        b = self.b
+        self.case(pg.OP_BRA)
+        with b.if_then(b.icmp_unsigned("==", self.m, self.mask)):
+            target = b.zext(self.rx, _I64)
+            jumps = b.add(b.load(self.jumps_), b.sub(self.following, target))
+            b.store(jumps, self.jumps_)
+            b.store(target, self.pc_)
+            with b.if_then(b.icmp_unsigned("!=", self.multi, _I64(0))):
+                with b.if_then(b.icmp_unsigned("==", self.multi, _I64(1))):
+                    self.leave(_I64(pg.MERGE), target, self.mask, target)
+                trail = b.inttoptr(self.multi, _I64.as_pointer())
                 noted = b.load(trail)
-                b.store(pc, b.inttoptr(noted, _I64.as_pointer()))
+                b.store(self.pc, b.inttoptr(noted, _I64.as_pointer()))
                 b.store(target, b.inttoptr(b.add(noted, _I64(8)), _I64.as_pointer()))
                 b.store(b.add(noted, _I64(16)), trail)
-            b.store(_least(b, stop, b.sub(b.add(pc0, quantum), jumps)), limit_)
-            b.branch(loop)
-        with b.if_then(b.icmp_unsigned("!=", m, _I32(0))):
-            leave(_I64(pg.DIVERGED), pc, m, following)
-        b.branch(loop)
+            b.store(_least(b, self.stop, b.sub(b.add(self.pc0, self.quantum), jumps)), self.limit_)
+            self.again()
+        with b.if_then(b.icmp_unsigned("!=", self.m, _I32(0))):
+            self.leave(_I64(pg.DIVERGED), self.pc, self.m, self.following)
+        self.again()
 
-        case(pg.OP_EXIT)
-        left = b.and_(mask, b.not_(m))
-        b.store(left, mask_)
+    def exit(self) -> None:
+        b = self.b
+        self.case(pg.OP_EXIT)
+        left = b.and_(self.mask, b.not_(self.m))
+        b.store(left, self.mask_)
         with b.if_then(b.icmp_unsigned("==", left, _I32(0))):
-            leave(_I64(pg.EXITED), pc, m, following)
-        with b.if_then(b.icmp_unsigned("!=", m, _I32(0))):
-            leave(_I64(pg.MERGE), following, m, following)
-        b.branch(loop)
+            self.leave(_I64(pg.EXITED), self.pc, self.m, self.following)
+        with b.if_then(b.icmp_unsigned("!=", self.m, _I32(0))):
+            self.leave(_I64(pg.MERGE), self.following, self.m, self.following)
+        self.again()
 
-        # mbarrier.try_wait and test_wait by parity: rd the predicate, rb the address, rc the parity. If all lanes wait
-        # for the same phase and it is complete by Cta.phases, the wait succeeds here, else in a macro-operation.
-        case(pg.OP_WAIT)
-        asking = block("asking")
-        with b.if_then(b.icmp_unsigned("==", m, _I32(0))):
-            b.branch(loop)
-        phases = field(S, pg.S_PHASES)
+    def wait(self) -> None:
+        """mbarrier.try_wait and test_wait by parity: rd the predicate, rb the address, rc the parity. If all lanes wait
+        for the same phase and it is complete by Cta.phases, the wait succeeds here, else in a macro-operation."""
+        b = self.b
+        self.case(pg.OP_WAIT)
+        asking = self.block("asking")
+        self.skip_without_lanes()
+        phases = field(self.S, pg.S_PHASES)
         with b.if_then(b.icmp_unsigned("!=", phases, _I64(0))):
             count_zeros = _declare(b, "llvm.cttz.i32", _I32, [_I32, ir.IntType(1)])
-            lane = b.zext(b.call(count_zeros, [m, ir.IntType(1)(1)]), _I64)
-            chosen = [
-                b.load(
-                    b.inttoptr(
-                        b.add(R, b.shl(b.add(b.shl(b.zext(row, _I64), _I64(5)), lane), _I64(2))), _I32.as_pointer()
-                    )
-                )
-                for row in (rb, rc)
-            ]
-            differ = [load_row(R, row, U) != Vector(_splat(b, x, U.count), U) for row, x in zip((rb, rc), chosen)]
-            others_differ = b.and_(tomask(differ[0] | differ[1]).value, m)
-            offset = b.sub(b.zext(chosen[0], _I64), field(S, pg.S_SHARED_BASE))
+            lane = b.zext(b.call(count_zeros, [self.m, ir.IntType(1)(1)]), _I64)
+            rows = self.rb, self.rc
+            places = (b.add(b.shl(b.zext(row, _I64), _I64(5)), lane) for row in rows)
+            chosen = [b.load(b.inttoptr(b.add(self.R, b.shl(x, _I64(2))), _I32.as_pointer())) for x in places]
+            differ = [load_row(self.R, row, U) != Vector(_splat(b, x, U.count), U) for row, x in zip(rows, chosen)]
+            others_differ = b.and_(tomask(differ[0] | differ[1]).value, self.m)
+            offset = b.sub(b.zext(chosen[0], _I64), field(self.S, pg.S_SHARED_BASE))
             inside = b.and_(
-                b.icmp_unsigned("<", offset, field(S, pg.S_SHARED_SIZE)),
+                b.icmp_unsigned("<", offset, field(self.S, pg.S_SHARED_SIZE)),
                 b.icmp_unsigned("==", b.and_(offset, _I64(7)), _I64(0)),
             )
             with b.if_then(b.and_(b.icmp_unsigned("==", others_differ, _I32(0)), inside)):
@@ -242,62 +299,69 @@ def dispatch(module: ir.Module, hot: list[tuple[int, Micro]]) -> None:
                 # 0: no barrier; else 1 + the parity of the current phase
                 over = b.icmp_unsigned("==", b.and_(phase, _I32(1)), b.and_(chosen[1], _I32(1)))
                 with b.if_then(b.and_(b.icmp_unsigned("!=", phase, _I32(0)), over)):
-                    store_predicate(P, rd, Bits(m), Bits(_I32(FULL)))
-                    b.branch(loop)
+                    store_predicate(self.P, self.rd, Bits(self.m), Bits(_I32(FULL)))
+                    self.again()
         b.branch(asking)
         b.position_at_end(asking)
-        leave(_I64(pg.MACRO), pc, m, following)
+        self.to_python()
 
-        # tcgen05.ld and st: rd the index of the registers in the pool, rb the address, rc the number of registers.
-        for number, access in tensor.items():
-            case(number)
-            with b.if_then(b.icmp_unsigned("==", m, _I32(FULL)), likely=True):
-                done = b.call(access, [S, rd, rb, rc])
-                with b.if_then(b.icmp_unsigned("!=", done, _I32(0)), likely=True):
-                    b.branch(loop)
-            with b.if_then(b.icmp_unsigned("==", m, _I32(0))):
-                b.branch(loop)
-            leave(_I64(pg.MACRO), pc, m, following)
+    def tensor_memory(self, number: int, access: ir.Function) -> None:
+        """tcgen05.ld and st: rd the index of the registers in the pool, rb the address, rc the number of registers."""
+        b = self.b
+        self.case(number)
+        with b.if_then(b.icmp_unsigned("==", self.m, _I32(FULL)), likely=True):
+            done = b.call(access, [self.S, self.rd, self.rb, self.rc])
+            with b.if_then(b.icmp_unsigned("!=", done, _I32(0)), likely=True):
+                self.again()
+        self.skip_without_lanes()
+        self.to_python()
 
-        # The same with the race checker. rx >> pg.DISTANCE: the number of records until the result is needed.
-        for number in (pg.OP_CHECKED_LD, pg.OP_CHECKED_ST):
-            case(number)
-            due = b.add(pc, b.zext(b.lshr(rx, _I32(pg.DISTANCE)), _I64))
-            with b.if_then(b.and_(b.icmp_unsigned("==", m, _I32(FULL)), b.icmp_signed("<", due, b.load(limit_)))):
-                status = b.call(b.inttoptr(lane_operation, OPERATION.as_pointer()), [op, rd, ra, rb, rc, rx, m, S, pc])
-                with b.if_then(b.icmp_unsigned("==", status, _I64(0)), likely=True):
-                    b.branch(loop)
-            with b.if_then(b.icmp_unsigned("==", m, _I32(0))):
-                b.branch(loop)
-            leave(_I64(pg.MACRO), pc, m, following)
+    def checked_tensor_memory(self, number: int) -> None:
+        """The same with the race checker. rx >> pg.DISTANCE: the number of records until the result is needed."""
+        b = self.b
+        self.case(number)
+        due = b.add(self.pc, b.zext(b.lshr(self.rx, _I32(pg.DISTANCE)), _I64))
+        with b.if_then(b.and_(b.icmp_unsigned("==", self.m, _I32(FULL)), b.icmp_signed("<", due, b.load(self.limit_)))):
+            status = self.call_lane_operation()
+            with b.if_then(b.icmp_unsigned("==", status, _I64(0)), likely=True):
+                self.again()
+        self.skip_without_lanes()
+        self.to_python()
 
-        case(pg.OP_MACRO)  # rd: 1 if the macro-operation only waits for operations in flight
-        with b.if_then(b.icmp_unsigned("==", m, _I32(0))):
-            b.branch(loop)
-        whole = b.icmp_unsigned("==", b.zext(m, _I64), field(S, pg.S_ALIVE))
-        idle = b.icmp_unsigned("!=", b.and_(b.zext(rd, _I64), field(S, pg.S_IDLE)), _I64(0))
+    def macro(self) -> None:
+        """rd: 1 if the macro-operation only waits for operations in flight."""
+        b = self.b
+        self.case(pg.OP_MACRO)
+        self.skip_without_lanes()
+        whole = b.icmp_unsigned("==", b.zext(self.m, _I64), field(self.S, pg.S_ALIVE))
+        idle = b.icmp_unsigned("!=", b.and_(b.zext(self.rd, _I64), field(self.S, pg.S_IDLE)), _I64(0))
         with b.if_then(b.and_(whole, idle)):
-            b.branch(loop)
-        leave(_I64(pg.MACRO), pc, m, following)
+            self.again()
+        self.to_python()
 
-        b.position_at_end(others)
-        with b.if_then(b.icmp_unsigned(">=", op, _I32(pg.FIRST_MICRO + len(hot)))):
-            entry = b.add(cold, b.shl(b.zext(b.sub(op, _I32(pg.FIRST_MICRO + len(hot))), _I64), _I64(3)))
+    def others(self, first_cold: int) -> None:
+        """Cold micro-operations, and what is done lane by lane."""
+        b = self.b
+        b.position_at_end(self.otherwise)
+        with b.if_then(b.icmp_unsigned(">=", self.op, _I32(first_cold))):
+            entry = b.add(self.cold, b.shl(b.zext(b.sub(self.op, _I32(first_cold)), _I64), _I64(3)))
             address = b.load(b.inttoptr(entry, _I64.as_pointer()))
-            b.call(b.inttoptr(address, COLD.as_pointer()), [rd, ra, rb, rc, rx, m, R, Q_, P])
-            b.branch(loop)
-        about_lanes = (b.icmp_unsigned("==", op, _I32(x)) for x in (pg.OP_CONVERGE, pg.OP_SOURCES))
+            given = [self.rd, self.ra, self.rb, self.rc, self.rx, self.m, self.R, self.Q, self.P]
+            b.call(b.inttoptr(address, COLD.as_pointer()), given)
+            self.again()
+        about_lanes = (b.icmp_unsigned("==", self.op, _I32(x)) for x in (pg.OP_CONVERGE, pg.OP_SOURCES))
         idle = b.or_(
-            b.icmp_unsigned("==", m, _I32(0)), b.and_(b.or_(*about_lanes), b.icmp_unsigned("==", m, _I32(FULL)))
+            b.icmp_unsigned("==", self.m, _I32(0)),
+            b.and_(b.or_(*about_lanes), b.icmp_unsigned("==", self.m, _I32(FULL))),
         )
         with b.if_then(idle):  # no lane is active, or all are
-            b.branch(loop)
-        status = b.call(b.inttoptr(lane_operation, OPERATION.as_pointer()), [op, rd, ra, rb, rc, rx, m, S, pc])
+            self.again()
+        status = self.call_lane_operation()
         with b.if_then(b.icmp_unsigned("==", status, _I64(0)), likely=True):
-            b.branch(loop)
+            self.again()
         about = b.trunc(b.lshr(status, _I64(8)), _I32)
-        about = b.select(b.icmp_unsigned("==", about, _I32(0)), m, about)
-        leave(b.and_(status, _I64(255)), pc, about, following)
+        about = b.select(b.icmp_unsigned("==", about, _I32(0)), self.m, about)
+        self.leave(b.and_(status, _I64(255)), self.pc, about, self.following)
 
 
 def _least(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:

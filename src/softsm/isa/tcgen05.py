@@ -233,35 +233,18 @@ def prepare(
     metadata: int = 0,
 ) -> Work:
     """Returns all that follows from an MMA's operands. It is cached: loops repeat the same few operands."""
-    group, ws, a_tensor = o.group, o.ws, o.a_tensor
-    shape = decode_instruction(idesc, o.kind, group, ws, o.sparse)
+    shape = decode_instruction(idesc, o.kind, o.group, o.ws, o.sparse)
     if o.ashift and shape.m not in (128, 256):
         raise Fault("idesc", f"M = {shape.m} with .ashift; M 128 and 256 are accepted")
     lane, column = d >> 16, d & 0xFFFF
-    rows = shape.m // group
-    half = rows == 64 and not ws and (group == 1 or o.sparse)  # layouts F and C: half of each 32 lanes
-    if lane not in ((0, 16) if half else (0,)):
-        accepted = "0 or 16" if half else "0"
-        raise Fault("tmem-lane", f"D at lane {lane}; M = {shape.m} accepts lane {accepted}")
-    a_desc, a_column = None, 0
-    if a_tensor:
-        a_column = a & 0xFFFF
-        if a >> 16 != lane:
-            raise Fault("tmem-lane", f"A at lane {a >> 16} and D at lane {lane}; they must start alike")
-        if not shape.a_k_major:
-            raise Fault("idesc", "A in tensor memory is K-major: bit 15 of the descriptor must be 0")
-    else:
-        a_desc = swizzle.decode(a, True)
-        check_major(a_desc, shape.a, shape.a_k_major, "A")
-    b_desc = swizzle.decode(b, True)
-    check_major(b_desc, shape.b, shape.b_k_major, "B")
+    a_desc, a_column, b_desc = decode_operands(o, shape, lane, a, b)
     if shape.sparse:
         check_metadata(metadata, lane)
         swizzle.check_row(b_desc, shape.b_k_major, 64, "operand B of a sparse tcgen05.mma")
     p = Product(
         shape,
-        ws,
-        group == 2,
+        o.ws,
+        o.group == 2,
         lane,
         column,
         a_desc,
@@ -275,30 +258,58 @@ def prepare(
         zero_mask,
         metadata & 0xFFFF,
     )
-    lanes_of_d = accumulator_lanes(p)
-    tensor_reads = [] if a_desc is not None else [(a_column, a_column + A_COLUMNS, lanes_of_d)]
-    if shape.scale:
-        for first, count in zip(scale_columns, (rows, shape.n)):
-            tensor_reads.append((first, first + -(-count // 32), 0xFF))
-    if shape.sparse:
-        tensor_reads.append((*metadata_columns(shape, p.metadata), lanes_of_d))
-    shared_reads = [shared_span(b_desc, shape.b_k_major, shape.n // group, shape, "B")]
-    if a_desc is not None:
-        shared_reads.insert(0, shared_span(a_desc, shape.a_k_major, rows, shape, "A"))
-    wide = max(x.columns for x in tm.accumulator_blocks(rows, shape.n, p.folded))
+    tensor_reads, shared_reads = reads_of(p)
+    wide = max(x.columns for x in tm.accumulator_blocks(rows_of(p), shape.n, p.folded))
     footprint = tensor_copy.Footprint(
-        "mma", (lane, column, shape.m, shape.n, ws), tuple(x[:2] for x in tensor_reads), ((column, column + wide),)
+        "mma", (lane, column, shape.m, shape.n, o.ws), tuple(x[:2] for x in tensor_reads), ((column, column + wide),)
     )
     return Work(
         p,
         tuple(tensor_reads),
         tuple(shared_reads),
-        lanes_of_d,
+        accumulator_lanes(p),
         footprint,
         plan_of(p),
         bounds([(column, column + wide), *tensor_reads]),
         bounds(shared_reads),
     )
+
+
+def decode_operands(o, shape, lane: int, a: int, b: int) -> tuple[Descriptor | None, int, Descriptor]:
+    """Returns the descriptor of A, or None and its column in tensor memory, and the descriptor of B."""
+    # Layouts F and C have half of each 32 lanes.
+    half = shape.m // o.group == 64 and not o.ws and (o.group == 1 or o.sparse)
+    if lane not in ((0, 16) if half else (0,)):
+        accepted = "0 or 16" if half else "0"
+        raise Fault("tmem-lane", f"D at lane {lane}; M = {shape.m} accepts lane {accepted}")
+    a_desc, a_column = None, 0
+    if o.a_tensor:
+        a_column = a & 0xFFFF
+        if a >> 16 != lane:
+            raise Fault("tmem-lane", f"A at lane {a >> 16} and D at lane {lane}; they must start alike")
+        if not shape.a_k_major:
+            raise Fault("idesc", "A in tensor memory is K-major: bit 15 of the descriptor must be 0")
+    else:
+        a_desc = swizzle.decode(a, True)
+        check_major(a_desc, shape.a, shape.a_k_major, "A")
+    b_desc = swizzle.decode(b, True)
+    check_major(b_desc, shape.b, shape.b_k_major, "B")
+    return a_desc, a_column, b_desc
+
+
+def reads_of(p: Product) -> tuple[list[tuple], list[tuple]]:
+    """Returns what each CTA reads of tensor and of shared memory."""
+    shape, lanes, rows, columns = p.shape, accumulator_lanes(p), rows_of(p), p.shape.n // (1 + p.pair)
+    tensor_reads = [] if p.a is not None else [(p.a_column, p.a_column + A_COLUMNS, lanes)]
+    if shape.scale:
+        for first, count in zip(p.scale_columns, (rows, shape.n)):
+            tensor_reads.append((first, first + -(-count // 32), 0xFF))
+    if shape.sparse:
+        tensor_reads.append((*metadata_columns(shape, p.metadata), lanes))
+    shared_reads = [shared_span(p.b, shape.b_k_major, columns, shape, "B")]
+    if p.a is not None:
+        shared_reads.insert(0, shared_span(p.a, shape.a_k_major, rows, shape, "A"))
+    return tensor_reads, shared_reads
 
 
 def bounds(spans: list[tuple]) -> tuple[int, int]:

@@ -13,6 +13,7 @@ v%2.
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 import numpy as np
 
@@ -63,7 +64,28 @@ def lower(asm, ins) -> None:
         asm.refuse(ins, "no such wgmma operation")
 
 
-def lower_mma(asm: Emitter, ins: Instruction, modifiers) -> None:
+class Form(NamedTuple):
+    """What the modifiers of an mma_async say."""
+
+    n: int
+    k: int
+    d: str  # type of D, and so on
+    a: str
+    b: str
+    saturate: bool
+    sparse: bool
+
+    @property
+    def integer(self) -> bool:
+        return self.d == "s32"
+
+    @property
+    def halves(self) -> bool:
+        """The only types that can be transposed."""
+        return self.a in ("f16", "bf16")
+
+
+def mma_form(asm: Emitter, ins: Instruction, modifiers: list[str]) -> Form:
     sparse = modifiers[:1] == ["sp"]
     modifiers = modifiers[sparse:]
     if modifiers[:2] != ["sync", "aligned"] or len(modifiers) < 6:
@@ -77,11 +99,11 @@ def lower_mma(asm: Emitter, ins: Instruction, modifiers) -> None:
     rest = rest[:-2] if bits else rest
     if shape is None or len(rest) != 3:
         asm.refuse(ins, "expected .m64nNkK and the types of D, A and B")
-    n, k = int(shape[1]), int(shape[2])
     d, a, b = rest
-    integer = d == "s32"
+    form = Form(int(shape[1]), int(shape[2]), d, a, b, saturate, sparse)
+    n, k = form.n, form.k
     dense_k = k // 2 if sparse else k
-    if integer:
+    if form.integer:
         single = bits and a == b == "b1" and k == 256 and not saturate and not sparse
         kinds = single if bits else {a, b} <= {"s8", "u8"} and dense_k == 32
         legal = kinds and n in (8, 16, 24, 32, *range(48, 257, 16))
@@ -91,28 +113,39 @@ def lower_mma(asm: Emitter, ins: Instruction, modifiers) -> None:
         legal = legal and not bits and not (d == "f16" and a in ("bf16", "tf32"))
     if not legal:
         asm.refuse(ins, "no such combination of shape and types")
-    d_regs, a_operand, b_operand, *others = ins.operands
-    metadata, selector = lower_metadata(asm, ins, others[:2], a) if sparse else (-1, 0)
-    scale_d, *immediates = others[2 * sparse :]
-    from_registers = isinstance(a_operand, Vector)
+    return form
+
+
+def signs_and_transposes(asm: Emitter, form: Form, immediates: list, from_registers: bool) -> tuple[list, list]:
+    """Returns scale-a and scale-b, and whether A and B are transposed, of which registers never are."""
     if any(not isinstance(x, Imm) for x in immediates):
         raise asm.error("scale and transpose operands must be immediates")
     numbers = [int(x.value) for x in immediates]
-    halves = a in ("f16", "bf16")  # the only types that can be transposed
-    expected = 0 if integer else 2 if not halves else 3 if from_registers else 4
+    expected = 0 if form.integer else 2 if not form.halves else 3 if from_registers else 4
     if len(numbers) != expected:
         raise asm.error(f"expected {expected} immediates after scale-d, got {len(numbers)}")
     signs = numbers[:2] or [1, 1]
     if set(signs) - {1, -1}:
         raise asm.error(f"scale-a and scale-b are 1 or -1, got {signs}")
-    transposed = ([0] if from_registers else []) + numbers[2:] if halves else [0, 0]
+    transposed = ([0] if from_registers else []) + numbers[2:] if form.halves else [0, 0]
     if set(transposed) - {0, 1}:
         raise asm.error(f"transpose operands are 0 or 1, got {transposed}")
+    return signs, transposed
+
+
+def lower_mma(asm: Emitter, ins: Instruction, modifiers: list[str]) -> None:
+    form = mma_form(asm, ins, modifiers)
+    n, k, d, a, b, saturate, sparse = form
+    d_regs, a_operand, b_operand, *others = ins.operands
+    metadata, selector = lower_metadata(asm, ins, others[:2], a) if sparse else (-1, 0)
+    scale_d, *immediates = others[2 * sparse :]
+    from_registers = isinstance(a_operand, Vector)
+    signs, transposed = signs_and_transposes(asm, form, immediates, from_registers)
     what = Shape(n, k, d, a, b, saturate, signs[0] != signs[1], not transposed[0], not transposed[1], sparse)
     rows = asm.vector_rows(d_regs, "u", write=True)
     count = n // 4 if d == "f16" else n // 2
     if len(rows) != count:
-        raise asm.error(f"D of {modifiers[2]} in {d} needs {count} registers, got {len(rows)}")
+        raise asm.error(f"D of m64n{n}k{k} in {d} needs {count} registers, got {len(rows)}")
     a_source: np.ndarray | int
     if from_registers:
         a_rows = asm.vector_rows(a_operand, "u")

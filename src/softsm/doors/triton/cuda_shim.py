@@ -138,76 +138,85 @@ class Device(contextlib.nullcontext):
     """torch.cuda.device; a class, because torch itself checks for its instances."""
 
 
+def properties_of(use: InUse) -> SimpleNamespace:
+    """Returns what torch.cuda.get_device_properties returns."""
+    number = ARCHITECTURES[use.arch]
+    return SimpleNamespace(
+        name=f"softsm {use.arch}",
+        major=number // 10,
+        minor=number % 10,
+        multi_processor_count=use.sms,
+        total_memory=1 << 37,
+        warp_size=32,
+        max_threads_per_multi_processor=2048,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_block=49152,
+        shared_memory_per_block_optin=232_448,
+        shared_memory_per_multiprocessor=233_472,
+        L2_cache_size=50 << 20,
+        gcnArchName="",
+        uuid="softsm",
+    )
+
+
+def answers(use: InUse) -> dict[str, Any]:
+    """Returns the functions and classes that take the place of torch.cuda's."""
+    from softsm.doors.triton.runtime import Event
+
+    number = ARCHITECTURES[use.arch]
+    properties = properties_of(use)
+    stream = Stream()
+    return {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "init": lambda: None,
+        "device_count": lambda: use.ranks,
+        "current_device": lambda: 0,
+        "set_device": lambda *_: None,
+        "synchronize": lambda *_: None,
+        "empty_cache": lambda: None,
+        "get_device_capability": lambda *_: divmod(number, 10),
+        "get_device_name": lambda *_: properties.name,
+        "get_device_properties": lambda *_: properties,
+        "is_bf16_supported": lambda *_, **__: True,
+        "get_arch_list": lambda: [f"sm_{number}"],
+        "can_device_access_peer": lambda *_: False,
+        "memory_allocated": lambda *_: 0,
+        "max_memory_allocated": lambda *_: 0,
+        "memory_reserved": lambda *_: 0,
+        "max_memory_reserved": lambda *_: 0,
+        "reset_peak_memory_stats": lambda *_: None,
+        "reset_max_memory_allocated": lambda *_: None,
+        "mem_get_info": lambda *_: (1 << 37, 1 << 37),
+        "memory_stats": lambda *_: {},
+        "memory_summary": lambda *_, **__: "",
+        "ipc_collect": lambda: None,
+        "_sleep": lambda *_: None,
+        "set_sync_debug_mode": lambda *_: None,
+        "current_stream": lambda *_: stream,
+        "default_stream": lambda *_: stream,
+        "set_stream": lambda *_: None,
+        "stream": lambda *_: contextlib.nullcontext(),
+        "device": Device,
+        "device_of": lambda *_: contextlib.nullcontext(),
+        "is_current_stream_capturing": cuda_graph.capturing,
+        "CUDAGraph": cuda_graph.CUDAGraph,
+        "graph": cuda_graph.graph,
+        "graph_pool_handle": lambda: (0, 0),
+        "Stream": Stream,
+        "Event": Event,
+        **cuda_random.answers(),
+    }
+
+
 class CudaShim:
     """The shim, installed when it is created; `remove` uninstalls it."""
 
     def __init__(self, use: InUse):
         if torch.cuda.is_available():
             raise RuntimeError("cuda_shim: CUDA is available here, so device='cuda' means the GPU; use CPU tensors")
-        from softsm.doors.triton.runtime import Event
-
-        number = ARCHITECTURES[use.arch]
-        name = f"softsm {use.arch}"
-        properties = SimpleNamespace(
-            name=name,
-            major=number // 10,
-            minor=number % 10,
-            multi_processor_count=use.sms,
-            total_memory=1 << 37,
-            warp_size=32,
-            max_threads_per_multi_processor=2048,
-            regs_per_multiprocessor=65536,
-            shared_memory_per_block=49152,
-            shared_memory_per_block_optin=232_448,
-            shared_memory_per_multiprocessor=233_472,
-            L2_cache_size=50 << 20,
-            gcnArchName="",
-            uuid="softsm",
-        )
-        stream = Stream()
-        answers = {
-            "is_available": lambda: True,
-            "is_initialized": lambda: True,
-            "init": lambda: None,
-            "device_count": lambda: use.ranks,
-            "current_device": lambda: 0,
-            "set_device": lambda *_: None,
-            "synchronize": lambda *_: None,
-            "empty_cache": lambda: None,
-            "get_device_capability": lambda *_: divmod(number, 10),
-            "get_device_name": lambda *_: name,
-            "get_device_properties": lambda *_: properties,
-            "is_bf16_supported": lambda *_, **__: True,
-            "get_arch_list": lambda: [f"sm_{number}"],
-            "can_device_access_peer": lambda *_: False,
-            "memory_allocated": lambda *_: 0,
-            "max_memory_allocated": lambda *_: 0,
-            "memory_reserved": lambda *_: 0,
-            "max_memory_reserved": lambda *_: 0,
-            "reset_peak_memory_stats": lambda *_: None,
-            "reset_max_memory_allocated": lambda *_: None,
-            "mem_get_info": lambda *_: (1 << 37, 1 << 37),
-            "memory_stats": lambda *_: {},
-            "memory_summary": lambda *_, **__: "",
-            "ipc_collect": lambda: None,
-            "_sleep": lambda *_: None,
-            "set_sync_debug_mode": lambda *_: None,
-            "current_stream": lambda *_: stream,
-            "default_stream": lambda *_: stream,
-            "set_stream": lambda *_: None,
-            "stream": lambda *_: contextlib.nullcontext(),
-            "device": Device,
-            "device_of": lambda *_: contextlib.nullcontext(),
-            "is_current_stream_capturing": cuda_graph.capturing,
-            "CUDAGraph": cuda_graph.CUDAGraph,
-            "graph": cuda_graph.graph,
-            "graph_pool_handle": lambda: (0, 0),
-            "Stream": Stream,
-            "Event": Event,
-            **cuda_random.answers(),
-        }
         self._patches = Patches()
-        for attribute, answer in answers.items():
+        for attribute, answer in answers(use).items():
             self._patches.set(torch.cuda, attribute, answer)
         if hasattr(torch, "accelerator"):
             self._replace_accelerator()
