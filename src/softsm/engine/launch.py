@@ -37,13 +37,18 @@ from softsm.ptx.declarations import TYPE_BYTES
 
 SM_SHARED = 233_472  # bytes of shared memory of an SM of sm_90 and sm_100
 CTA_SHARED = 232_448  # the most of it for one CTA
-CTA_RESERVED = SM_SHARED - CTA_SHARED  # reserved for the system in every CTA
 SM_THREADS = 2048
 SM_CTAS = 32
 SPARE_BYTES = 1 << 20  # bytes of register files that a kernel keeps between launches
 BLOCK_SIDES, CLUSTER_SIDES, CLUSTER_CTAS = (1024, 1024, 64), (16, 16, 16), 16
 # Options of one launch.
 CHANGES = tuple("arch order seed sms budget patience processes dependent follows workspace".split())
+
+
+def ctas_per_sm(threads: int, shared: int, tmem_columns: int) -> int:
+    """Returns how many CTAs a multiprocessor holds. shared: bytes, with those that the system reserves in each CTA."""
+    limits = [SM_CTAS, SM_THREADS // max(threads, 1), SM_SHARED // max(shared, 1)]
+    return max(1, min(*limits, 512 // tmem_columns if tmem_columns else SM_CTAS))
 
 
 @contextlib.contextmanager
@@ -277,11 +282,7 @@ class Kernel:
     # ---- what the machine asks of its kernel -------------------------------------------------------------------
 
     def occupancy(self, machine: Machine) -> int:
-        threads = machine.block[0] * machine.block[1] * machine.block[2]
-        limits = [SM_CTAS, SM_THREADS // threads, SM_SHARED // machine.shared_limit]
-        if self.tmem_columns:
-            limits.append(512 // self.tmem_columns)
-        return max(1, min(limits))
+        return ctas_per_sm(math.prod(machine.block), machine.shared_limit, self.tmem_columns)
 
     def new_tensor_memory(self, machine: Machine):
         if not machine.arch.startswith("sm_10"):

@@ -16,7 +16,6 @@ import numpy as np
 from softsm.engine import dispatch
 from softsm.engine import program as pg
 from softsm.engine.in_flight import AsyncOp, nothing
-from softsm.engine.launch import SM_CTAS, SM_SHARED, SM_THREADS
 from softsm.engine.observer import Observer
 from softsm.engine.scheduler import Machine
 from softsm.engine.warps import Cta, Fragment, Warp
@@ -172,9 +171,7 @@ class Tracer(Observer):
         self.place = place
         if any(c.instruction.name.startswith("clusterlaunchcontrol.try_cancel") for c in self.kernel.program.macros):
             # The resident clusters take over the work of all others, and one represents them all.
-            threads = machine.block[0] * machine.block[1] * machine.block[2]
-            each = min(SM_CTAS, SM_THREADS // threads, SM_SHARED // machine.shared_limit)
-            together = max(1, max(1, each) * self.sms // machine.cluster_size)
+            together = max(1, machine.per_sm * self.sms // machine.cluster_size)
             taken = iter(range(together, self.total, together))
             cx, cy, cz = machine.cluster_shape
 

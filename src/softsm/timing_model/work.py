@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 
-from softsm.engine.launch import SM_CTAS, SM_SHARED, SM_THREADS
+from softsm.engine.launch import ctas_per_sm
 from softsm.timing_model import machine
 from softsm.timing_model.costs import PIPES, Costs, lane_bytes
 from softsm.timing_model.lower import LONG_CODE, Streams
@@ -31,16 +31,8 @@ def occupancy(trace: LaunchTrace, code: Code) -> int:
     """Returns the number of CTAs that fit on a multiprocessor."""
     warps = -(-trace.threads // 32)
     per_warp = -(-code.registers * 32 // 256) * 256
-    limits = [
-        SM_CTAS,
-        SM_THREADS // trace.threads,
-        SM_SHARED // trace.shared,  # divided by what the CTA needs, with what the system reserves for each
-        SM_REGISTERS // (per_warp * warps),
-    ]
-    columns = trace.columns
-    if columns:
-        limits.append(512 // columns)
-    return max(1, min(limits))
+    by_registers = SM_REGISTERS // (per_warp * warps)
+    return max(1, min(ctas_per_sm(trace.threads, trace.shared, trace.columns), by_registers))
 
 
 def beside(chain: float, memory: float, written: float) -> float:

@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 
 from softsm.doors.cuda.compile import Program
-from softsm.engine.launch import CTA_SHARED, SM_SHARED, SM_THREADS, Kernel, load
+from softsm.engine.launch import CTA_SHARED, SM_SHARED, SM_THREADS, Kernel, ctas_per_sm, load
+from softsm.engine.program import SHARED_START
 from softsm.engine.ranks import Launch, together
 from softsm.memory import tensor_map_image
 from softsm.memory.global_memory import GlobalMemory
@@ -233,7 +234,7 @@ class Runtime:
         if 0 in grid:  # Triton skips such a launch, CUDA refuses it
             print(f"softsm: {readable(kernel.name)}: grid: got {tuple(grid)}; accepted: 1 or more", file=sys.stderr)
             return INVALID_CONFIGURATION
-        if how & COOPERATIVE and math.prod(grid) > self.sms * self.occupancy(0, math.prod(block), shared):
+        if how & COOPERATIVE and math.prod(grid) > self.sms * self.resident(kernel, math.prod(block), shared):
             return TOO_LARGE
         params = kernel.function.params
         values = [ctypes.string_at(at, p.size) for at, p in zip(listed(args, ctypes.c_uint64, len(params)), params)]
@@ -278,7 +279,12 @@ class Runtime:
         return status
 
     def occupancy(self, host: int, threads: int, shared: int) -> int:
-        return max(1, min(32, SM_THREADS // max(threads, 1), SM_SHARED // max(shared, 1)))
+        return self.resident(self.kernels.get(host), threads, shared)
+
+    def resident(self, kernel: Kernel | None, threads: int, shared: int) -> int:
+        """Returns how many CTAs of the kernel a multiprocessor holds."""
+        static, columns = (kernel.program.shared_static, kernel.tmem_columns) if kernel is not None else (0, 0)
+        return ctas_per_sm(threads, SHARED_START + static + shared, columns)
 
     def attribute(self, at: int, attribute: int) -> int:
         number = int("".join(c for c in self.arch if c.isdigit()))

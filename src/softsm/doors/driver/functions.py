@@ -369,7 +369,7 @@ class Driver(Runtime):
         return self.start(self.loaded.get(a[0]), sides[:3], sides[3:], (1, 1, 1), a[9], number(a[7]), COOPERATIVE)
 
     def cuOccupancyMaxActiveBlocksPerMultiprocessor(self, a: list[int]) -> int:
-        return write(a[0], "i", self.occupancy(a[1], number(a[2]), a[3]))
+        return write(a[0], "i", self.resident(self.loaded.get(a[1]), number(a[2]), a[3]))
 
 
 class OnImport(MetaPathFinder):

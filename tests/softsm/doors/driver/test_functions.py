@@ -117,6 +117,20 @@ def test_arguments_may_be_one_buffer():
                 cuda.cuLaunchKernel(kernel, 4, 1, 1, 32, 1, 1, 0, 0, None, extra)
 
 
+def test_a_multiprocessor_keeps_a_kib_of_shared_memory_for_each_cta():
+    """228 KiB in all; static shared memory counts, too."""
+    name = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
+    with softsm.driver("sm_90a"):
+        cuda, _, kernel, *_ = prepared()
+        blocks = [
+            cuda.answer(name, kernel, x, Q(y << 10), kind=I) for x, y in ((32, 113), (32, 114), (1024, 0), (32, 0))
+        ]
+        assert blocks == [2, 1, 2, 32]
+        static = SCALE.replace(b".reg .pred", b".shared .b8 tile[1024]; .reg .pred")
+        kernel = cuda.answer("cuModuleGetFunction", cuda.answer("cuModuleLoadData", static), b"scale")
+        assert [cuda.answer(name, kernel, 32, Q(x << 10), kind=I) for x in (112, 113)] == [2, 1]
+
+
 def test_modules_of_files_and_memory_of_other_kinds(tmp_path):
     (tmp_path / "scale.ptx").write_bytes(SCALE[:-1])
     with softsm.driver("sm_90a"):
