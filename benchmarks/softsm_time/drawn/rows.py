@@ -99,10 +99,6 @@ def recurrence(r: random.Random) -> Iterator[Drawn]:
 # ---- rows and columns ------------------------------------------------------------------------------------------------
 
 
-def _index(device: str, many: int, of: int, how: str) -> torch.Tensor:
-    return torch.randperm(of, device=device, dtype=torch.int32)[:many] if how == "once" else numbers(many, of, device)
-
-
 @family
 def gather(r: random.Random) -> Iterator[Drawn]:
     many, of, columns = r.choice((8192, 20000, 32768)), r.choice((4096, 32000, 60000)), r.choice((256, 1024, 4096))

@@ -51,7 +51,7 @@ def time_call(call: Callable[[], Any], repeats: int = 30) -> float:
 
 
 def time_calls(
-    calls: Mapping[str, Callable[[], Any]], repeats: int = 30, mode: Mode = "graph"
+    calls: Mapping[str, Callable[[], Any]], repeats: int, mode: Mode = "graph"
 ) -> tuple[dict[str, Sample], dict[str, str]]:
     """Time calls alternately -> (samples, reasons): a call that cannot be captured has a reason, not a sample."""
     runs, refused = {}, {}
@@ -88,15 +88,11 @@ def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 
 
 def time_turns(
-    runs: Mapping[str, Callable[[], Any]],
-    repeats: int,
-    flush: Tensor | None = None,
-    clocks: bool = True,
-    mode: Mode = "graph",
+    runs: Mapping[str, Callable[[], Any]], repeats: int, clocks: bool = True, mode: Mode = "graph"
 ) -> dict[str, Sample]:
     from dsv4.bench import clock  # imports Triton, which a machine without a GPU may not have
 
-    flush = _flush_buffer() if flush is None else flush
+    flush = _flush_buffer()
     waiting = torch.zeros(4, dtype=torch.int64, device="cuda")
 
     def timed(run: Callable[[], Any]) -> tuple[torch.cuda.Event, torch.cuda.Event]:

@@ -126,7 +126,7 @@ def compress(
     return forward.run(kv, gate, state, given, out, slots, backend)
 
 
-def _check(kv, gate, position_bias, norm_weight, ratio, cos_sin, state, learning=False) -> tuple[int, int]:
+def _check(kv, gate, position_bias, norm_weight, ratio, cos_sin, state, learning) -> tuple[int, int]:
     """Check everything except values -> (d, m)."""
     if not checks.is_tensor(kv) or kv.ndim not in (2, 3):
         checks.fail("kv", checks.describe(kv), "a tensor [L, width] or [B, L, width]")

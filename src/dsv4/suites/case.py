@@ -176,10 +176,10 @@ class Case:
         return zlib.crc32(f"{seed}/{self.suite}/{self.name}".encode())
 
 
-def brief(text: str, most: int = 400) -> str:
+def brief(text: str) -> str:
     """Shorten a text to one line: its beginning and its end (a compiler quotes the kernel's source)."""
     text = " ".join(text.split())
-    return text if len(text) <= most else f"{text[: most // 3]} ... {text[-(most - most // 3) :]}"
+    return text if len(text) <= 400 else f"{text[:133]} ... {text[-267:]}"
 
 
 @dataclass(frozen=True)

@@ -314,10 +314,10 @@ class Findings:
             "put tcgen05.wait::ld.sync.aligned between the load and the first use of its registers",
         )
 
-    def add_race(self, this: Party, other: Party, memory: str, other_op, fix: str = "") -> None:
+    def add_race(self, this: Party, other: Party, memory: str, other_op, fix: str) -> None:
         self.report.add(self.race(this, other, memory, other_op, fix))
 
-    def race(self, this: Party, other: Party, memory: str, other_op, fix: str = "") -> Diagnostic:
+    def race(self, this: Party, other: Party, memory: str, other_op, fix: str) -> Diagnostic:
         if fix:
             pass
         elif other_op is not None and other_op.kind in EARLIER:

@@ -374,9 +374,7 @@ class _Body:
             place = SourceLoc(known, int(line), int(column), self.function.name, place)
         return place
 
-    def _read_loc(
-        self, text: str, at: int, inlined_at: str = ""
-    ) -> tuple[SourceLoc | None, tuple | None, SourceLoc | None]:
+    def _read_loc(self, text: str, at: int, inlined_at: str) -> tuple[SourceLoc | None, tuple | None, SourceLoc | None]:
         found = LOC.fullmatch(text.rstrip(" \t\r;"))
         if found is None:
             raise self.source.error("expected '.loc file line column'", at)
