@@ -21,6 +21,8 @@ def test_every_place_has_one_version_and_its_notes_are_dated() -> None:
     assert "### dsv4" in release.notes(version, CHANGELOG)
     with pytest.raises(ValueError, match="no heading `## 9.9.9"):
         release.notes("9.9.9", CHANGELOG)
+    with pytest.raises(ValueError, match="date-released is .*; CHANGELOG.md has 2001-01-01"):
+        release.notes("9.9.9", "## 9.9.9 (2001-01-01)\n")
     headings = re.findall(r"^## (.*)", CHANGELOG, flags=re.M)
     assert [x for x in headings if x[0].isdigit()][0].startswith(f"{version} (")
     assert all(re.fullmatch(r"\d+\.\d+\.\d+ \(\d{4}-\d\d-\d\d\)|Not released yet", x) for x in headings)

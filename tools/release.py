@@ -1,6 +1,7 @@
 """python tools/release.py v0.2.0: whether this tree is that version, and its part of the changelog, on stdout.
 
-The tag, both pyproject.toml files, both __version__, CITATION.cff and a dated heading of CHANGELOG.md must agree.
+The tag, both pyproject.toml files, both __version__, CITATION.cff and a heading of CHANGELOG.md must agree, and so must
+the dates of the last two.
 """
 
 from __future__ import annotations
@@ -24,15 +25,20 @@ def versions(root: Path = ROOT) -> dict[str, str]:
     return found
 
 
-def notes(version: str, text: str) -> str:
-    """The section of a version; ValueError where it has none or no date."""
+def notes(version: str, text: str, root: Path = ROOT) -> str:
+    """The section of a version; ValueError where it has none, no date, or another date than the citation."""
     section = re.search(rf"^## {re.escape(version)} \((\d{{4}}-\d\d-\d\d)\)\n(.*?)(?=^## |\Z)", text, flags=re.M | re.S)
     if section is None:
         raise ValueError(f"CHANGELOG.md: no heading `## {version} (YYYY-MM-DD)`")
+    cited = re.findall(r"^date-released: (.*)", (root / "CITATION.cff").read_text(), flags=re.M)
+    if cited != [section[1]]:
+        raise ValueError(f"CITATION.cff: date-released is {cited}; CHANGELOG.md has {section[1]}")
     return section[2].strip() + "\n"
 
 
 def main() -> None:
+    if len(sys.argv) != 2:
+        sys.exit("usage: python tools/release.py v0.2.0")
     version = sys.argv[1].removeprefix("v")
     wrong = [f"{file}: {found}" for file, found in versions().items() if found != version]
     if wrong:
