@@ -18,8 +18,7 @@ def checkpoints(tmp_path_factory):
 
     def get(kind: str):
         if kind not in made:
-            folder = tmp_path_factory.mktemp(kind)
-            subprocess.run([sys.executable, HERE / "tiny_checkpoints.py", kind, folder], check=True)
+            folder = written(kind, tmp_path_factory)
             made[kind] = folder, Wanted(folder)
         return made[kind]
 
@@ -27,12 +26,25 @@ def checkpoints(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def fp4_checkpoint(tmp_path_factory) -> Path:
+    """The folder of a tiny DeepSeek-V4 with MXFP4 experts."""
+    return written("deepseek_v4_fp4", tmp_path_factory)
+
+
+def written(kind: str, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp(kind)
+    subprocess.run([sys.executable, HERE / "tiny_checkpoints.py", kind, folder], check=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def serve(tmp_path_factory):
     """Run requests through vLLM in a process of its own -> its result."""
 
-    def run(checkpoint, requests: dict, plugin: bool | None, parts: str = "") -> dict:
-        """plugin None: as the configuration says."""
+    def run(checkpoint, requests: dict, plugin: bool | None, parts: str = "", fp4: bool = False) -> dict:
+        """plugin None: as the configuration says. fp4: the experts are compared, too."""
         switches = {"DSV4_VLLM": "" if plugin is None else str(int(plugin)), "DSV4_VLLM_PARTS": parts}
+        switches |= {"FP4_CHECKPOINT": str(checkpoint)} if fp4 else {}
         return in_a_process("vLLM", "vllm_run.py", tmp_path_factory.mktemp("engine"), checkpoint, requests, switches)
 
     return run
@@ -42,9 +54,11 @@ def serve(tmp_path_factory):
 def serve_sglang(tmp_path_factory):
     """Run requests through SGLang in processes of its own -> its result."""
 
-    def run(checkpoint, requests: dict, plugin: bool, parts: str = "", v4: bool = False) -> dict:
+    def run(checkpoint, requests: dict, plugin: bool, parts: str = "", v4: bool = False, fp4: bool = False) -> dict:
+        """fp4: the experts are compared, too."""
         folder = tmp_path_factory.mktemp("engine")
         switches = {"DSV4_SGLANG": str(int(plugin)), "DSV4_SGLANG_PARTS": parts, "SGLANG_RUN_V4": "1" if v4 else ""}
+        switches |= {"FP4_CHECKPOINT": str(checkpoint)} if fp4 else {}
         return in_a_process("SGLang", "sglang_run.py", folder, checkpoint, requests, switches)
 
     return run

@@ -21,8 +21,9 @@ from dsv4.caches.index_keys import IndexCache
 counts: Counter = Counter()  # of this process
 # Choices that SGLang has, for those of its kernels that are in TileLang and DeepGEMM.
 CHOICES = dict.fromkeys(
-    ("SGLANG_OPT_USE_TILELANG_MHC_PRE", "SGLANG_OPT_USE_TILELANG_MHC_POST", "SGLANG_OPT_DEEPGEMM_HC_PRENORM"), "0"
-) | {"SGLANG_FP8_PAGED_MQA_LOGITS_TORCH": "1"}
+    ("SGLANG_OPT_USE_TILELANG_MHC_PRE", "SGLANG_OPT_USE_TILELANG_MHC_POST", "SGLANG_OPT_DEEPGEMM_HC_PRENORM",
+     "SGLANG_OPT_FP8_WO_A_GEMM"), "0"
+) | {"SGLANG_FP8_PAGED_MQA_LOGITS_TORCH": "1"}  # fmt: skip
 
 
 def prepare() -> None:

@@ -94,6 +94,10 @@ if os.environ.get("SGLANG_RUN_V4"):
     sglang_cuda_kernels.prepare()
     if os.environ.get("DSV4_CALLS"):
         sglang_cuda_kernels.counts = KernelsInAFile()
+if os.environ.get("FP4_CHECKPOINT"):
+    import compared_experts
+
+    compared_experts.prepare()
 
 
 def main(checkpoint: str, requests: str, result: str) -> None:
@@ -105,10 +109,11 @@ def main(checkpoint: str, requests: str, result: str) -> None:
 
     import sglang
 
-    engine = sglang.Engine(
+    options = dict(
         model_path=checkpoint, device="cpu", dtype="float32", skip_tokenizer_init=True, disable_overlap_schedule=True,
-        max_running_requests=8, max_total_tokens=1 << 13, mem_fraction_static=0.3, **asked["engine"],
+        max_running_requests=8, max_total_tokens=1 << 13, mem_fraction_static=0.3,
     )  # fmt: skip
+    engine = sglang.Engine(**options | asked["engine"])
     batches = []
     for batch in asked["batches"]:
         before = Counter(json.loads(calls.read_text()))

@@ -1,4 +1,4 @@
-"""vLLM's own class of MXFP4 experts with dsv4's kernels in it, on a CPU: parameters that vLLM makes, calls counted."""
+"""DeepSeek-V4's MXFP4 experts in vLLM on a CPU: vLLM's own class with dsv4.moe in it, and a whole engine."""
 
 from types import SimpleNamespace
 
@@ -6,6 +6,7 @@ import moe_cases
 import pytest
 import torch
 from engines_here import needs
+from tiny_checkpoints import prompt
 
 import dsv4
 from dsv4.integrations import vllm as plugin
@@ -56,3 +57,17 @@ def test_the_part_decides(parts, ours, monkeypatch):
     monkeypatch.setattr(choice, "v4_is_ours", lambda _: True)
     install.the_experts()
     assert (quant_config.Mxfp4MoEMethod(SimpleNamespace()) != "theirs") == ours
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_whole_engine(fp4_checkpoint, serve):
+    """Three layers, a prompt in two chunks, then two steps. compared_experts.py compares what was loaded with the
+    checkpoint and every call with the oracle. vLLM itself has no MXFP4 experts for CPUs."""
+    engine = dict(
+        dtype="bfloat16", max_num_batched_tokens=256, enable_prefix_caching=False, kv_cache_memory_bytes=1 << 25
+    )
+    requests = dict(engine=engine, batches=[dict(prompts=[prompt(300, seed=300)], tokens=3)])
+    got = serve(fp4_checkpoint, requests, plugin=True, parts="indexer,experts", fp4=True)
+    assert got["batches"][0]["calls"] == {"experts": 12, "prefill": 6, "decode": 6}
+    assert "dsv4 is on: DeepSeek-V4's attention, indexer, experts" in got["log"]

@@ -1,6 +1,6 @@
 """Tiny random checkpoints on disk, as the engines load them, and what transformers says of prompts to them.
 
-python tiny_checkpoints.py deepseek_v4|gemma3|gemma4|gemma4_512|gemma4_shared DIR
+python tiny_checkpoints.py deepseek_v4|deepseek_v4_fp4|gemma3|gemma4|gemma4_512|gemma4_shared DIR
 """
 
 import functools
@@ -34,6 +34,19 @@ V4 = dict(
     hc_eps=1e-6, rms_norm_eps=1e-6, expert_dtype="bf16", bos_token_id=0, eos_token_id=1, tie_word_embeddings=False,
     rope_scaling=dict(
         rope_type="yarn", factor=16, beta_fast=32, beta_slow=1, original_max_position_embeddings=65536
+    ),
+)  # fmt: skip
+# Linear maps stay bf16, by the names of vLLM and of SGLang: neither engine has FP8 products on any CPU.
+FP4_EXPERTS = dict(
+    expert_dtype="fp4",
+    quantization_config=dict(
+        quant_method="fp8", activation_scheme="dynamic", fmt="e4m3", scale_fmt="ue8m0", weight_block_size=[128, 128],
+        ignored_layers=[
+            *(f"model.layers.{n}.attn.{name}" for n in range(3)
+              for name in ("wq_a", "wkv", "wq_b", "wo_a", "wo_b", "indexer.wq_b")),
+            *(f"model.layers.{n}.ffn.shared_experts.{name}" for n in range(3) for name in ("w1", "w3", "down_proj")),
+            "self_attn", "mlp.shared_experts",
+        ],
     ),
 )  # fmt: skip
 # transformers' names -> DeepSeek's
@@ -93,6 +106,23 @@ def deepseek_v4(folder: Path) -> torch.nn.Module:
             saved[name] = x.to(torch.float32 if FP32.search(name) else torch.bfloat16).clone().contiguous()
     save_file(saved, folder / "model.safetensors")
     return model
+
+
+def deepseek_v4_fp4(folder: Path) -> None:
+    """The same with MXFP4 experts, whose codes and scales are drawn. transformers is not asked: in a model this small
+    the rounding of their activations decides every token."""
+    from safetensors.torch import load_file, save_file
+
+    deepseek_v4(folder)
+    (folder / "config.json").write_text(json.dumps(V4 | FP4_EXPERTS))
+    saved, chance = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(2)
+    for name, x in list(saved.items()):
+        if ".ffn.experts." in name:
+            codes = torch.randint(0, 256, (x.shape[0], x.shape[1] // 2), dtype=torch.uint8, generator=chance)
+            scales = torch.randint(121, 124, (x.shape[0], x.shape[1] // 32), dtype=torch.uint8, generator=chance)
+            saved[name] = codes.view(torch.int8)
+            saved[name.replace("weight", "scale")] = scales.view(torch.float8_e8m0fnu)
+    save_file(saved, folder / "model.safetensors")
 
 
 def gemma3(folder: Path) -> torch.nn.Module:
@@ -237,10 +267,10 @@ def main(kind: str, directory: str) -> None:
     in fp32 is, so they differ by three times that."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    made = dict(
-        deepseek_v4=deepseek_v4, gemma3=gemma3, gemma4=gemma4, gemma4_512=gemma4_512, gemma4_shared=gemma4_shared
-    )
-    model = made[kind](folder)
+    makers = (deepseek_v4, deepseek_v4_fp4, gemma3, gemma4, gemma4_512, gemma4_shared)
+    model = {make.__name__: make for make in makers}[kind](folder)
+    if model is None:
+        return
     engines = {"vllm": (torch.bfloat16, index_values.vllm), "sglang": (torch.float32, index_values.sglang)}
     ways = {n: functools.partial(rounded_like_an_engine, *how) for n, how in engines.items() if kind == "deepseek_v4"}
     said: dict = {"requests": []}

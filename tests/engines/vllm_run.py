@@ -194,6 +194,7 @@ def main(checkpoint: str, requests: str, result: str) -> None:
     # vLLM's CPU build wants a Triton with a backend "cpu"; softsm plays a Hopper GPU for vLLM's metadata kernels.
     triton.backends.backends["cpu"] = triton.backends.backends["nvidia"]
     with softsm.use("sm_90a", sms=1):
+        import compared_experts
         import vllm_cpu_operators
         from vllm import LLM, SamplingParams
         from vllm.platforms import current_platform
@@ -206,6 +207,8 @@ def main(checkpoint: str, requests: str, result: str) -> None:
         counts = vllm_cpu_operators.define()
         missing_schedule_keys()
         found = compare()
+        if os.environ.get("FP4_CHECKPOINT"):
+            compared_experts.prepare()
         if os.environ.get("DSV4_RECORD"):
             record(os.environ["DSV4_RECORD"])
         load_general_plugins()  # LLM reads attention_config before it does that

@@ -10,8 +10,8 @@ SGLang finds it through the entry point ``sglang.srt.plugins`` and calls :func:`
 * SGLang's two FlashMLA functions are replaced by those of :mod:`dsv4.integrations.sglang.v4`; caches, lists and
   schedule stay SGLang's. ``DSV4_SGLANG_PARTS`` names what else is replaced, separated by commas: ``indexer``
   (:func:`dsv4.index_topk`), ``compressor`` (its last step), ``insertion`` (writing new rows to the pages) and
-  ``experts`` (MXFP4 experts on :func:`dsv4.moe`). The first three have run in a whole engine on a CPU, not on a GPU,
-  the experts in no whole engine; all are off by default;
+  ``experts`` (MXFP4 experts on :func:`dsv4.moe`). They have run in a whole engine on a CPU, not on a GPU, and are off
+  by default;
 * ``--attention-backend dsv4_gluon`` runs dense models on :func:`dsv4.fmha_paged` (the name ``dsv4`` is SGLang's own,
   for its DeepSeek-V4 backend). A dense model without it keeps SGLang's choice.
 
