@@ -49,6 +49,8 @@ def quantized(tensors):
 
 
 def test_it_loads_and_generates_what_the_oracle_does(tmp_path):
+    """In transformers, and with dsv4's caches in the reference runner."""
+    from deepseek_v4.paged_model import PagedModel
     from dsv4.integrations.transformers_experts import Experts, use_fp4_experts
 
     torch.manual_seed(0)
@@ -81,6 +83,15 @@ def test_it_loads_and_generates_what_the_oracle_does(tmp_path):
             assert all(isinstance(layer.mlp.experts, Experts) for layer in model.model.layers)
         said[way] = model.eval().generate(prompt, max_new_tokens=12, do_sample=False).tolist()
     assert said["fp4"] == said["oracle"] and len(said["fp4"][0]) == 33
+    runner, tokens = (
+        PagedModel(model, tokens=64, requests=1, chunk=32, page_tokens=32, window_page=8),
+        prompt[0].tolist(),
+    )
+    new = tokens
+    for _ in range(12):
+        new = [int(runner.step({"a": new})["a"].argmax())]
+        tokens = tokens + new
+    assert [tokens] == said["oracle"]
 
 
 def test_only_deepseek_v4():
