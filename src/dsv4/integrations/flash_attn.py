@@ -188,7 +188,7 @@ def flash_attn_with_kvcache(
     deterministic: bool = False,
     backend: Backend = "auto",
 ) -> Result:
-    """Attention of q [B, T, Hq, D] to a cache, which may be extended first -> out [B, T, Hq, D], lse [B, Hq, T].
+    """Attend from q [B, T, Hq, D] to a cache, which may be extended first -> out [B, T, Hq, D], lse [B, Hq, T].
 
     k_cache, v_cache: [Bc, S, Hkv, D], where sequence n uses entry n, or cache_batch_idx[n]; with block_table
     int32 [B, pages]: pages [P, page, Hkv, D]. cache_seqlens (an int, or int32 [B]; None = all rows) are the keys there.

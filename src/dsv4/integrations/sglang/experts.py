@@ -22,8 +22,8 @@ class Method:
 
     @property
     def fuse_routed_scaling_factor_in_topk(self) -> bool:
-        """Whether SGLang's router multiplies the weights by the factor of the routed experts. On CUDA nothing but a
-        runner of SGLang would do it after the experts; elsewhere the model does."""
+        """Tell whether SGLang's router multiplies the weights by the factor of the routed experts. On CUDA nothing but
+        a runner of SGLang would do it after the experts; elsewhere the model does."""
         from sglang.srt.utils import is_cuda
 
         return bool(is_cuda())

@@ -43,8 +43,8 @@ def asks(config: Any) -> bool:
 
 def v4_is_ours(config: Any) -> bool:
     """Return whether dsv4 serves a DeepSeek-V4 or V4.1 of this configuration. The configuration of a draft model names
-    no
-    backend, whatever that of its target names: draft layers follow the target's layers, which are there already."""
+    no backend, whatever that of its target names: draft layers follow the target's layers, which are there already.
+    """
     if config.attention_config.backend is not None:
         return named(config)
     return switch() is True or any(getattr(layer, "served_by_dsv4", False) for layer in _layers(config))

@@ -173,9 +173,7 @@ def copied(theirs: Any, **names: Any) -> Callable[..., None]:
 
 
 def swa_backend(flashmla: Any) -> type:
-    """Return the window backend of vLLM's module for V4 or V4.1 without FlashMLA's schedule, which its build would
-    need.
-    """
+    """Return the window backend of vLLM's module for V4 or V4.1, without the schedule that FlashMLA needs."""
     from vllm.v1.attention.backends.mla import sparse_swa
 
     kinds = [x for name, x in vars(sparse_swa).items() if name.startswith("_LAYER_TYPE_")]
