@@ -5,8 +5,10 @@ metadata builders and Triton kernels (in softsm, which plays a Hopper GPU) are v
 writers of rows that the plug-in brings are dsv4's. Between the input and the output projections all is real: rows and
 keys are written to pages, lists are chosen, prompts are gathered, tokens are decoded.
 
-KIND: hopper (rows of 584 bytes), fp8 (528 bytes in both caches), own (528 and 288 bytes).
-RESULT: {"calls": {of dsv4}, "pages": {layer: [bytes of a row, rows, alignment]}, "steps": how many were compared}.
+KIND: hopper (rows of 584 bytes), fp8 (528 bytes in both caches), own (528 and 288 bytes); vllm: without the plug-in,
+vLLM's own layers on rows of 584 bytes, their CUDA kernels in torch (vllm_cuda_kernels.py).
+RESULT: {"calls": {of dsv4}, "kernels": {of the stand-ins}, "pages": {layer: [bytes of a row, rows, alignment]},
+"steps": how many were compared}.
 """
 
 import json
@@ -16,7 +18,7 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DSV4_VLLM": "1"}
+os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 sys.path.append(str(Path(__file__).parents[1] / "dsv4"))
 
 import torch
@@ -26,7 +28,7 @@ from agreement import assert_right
 import softsm
 from dsv4 import reference
 
-KINDS = {"hopper": ("", "auto"), "fp8": ("v41", "fp8_ds_mla"), "own": ("v41", "auto")}
+KINDS = {"vllm": ("", "auto"), "hopper": ("", "auto"), "fp8": ("v41", "fp8_ds_mla"), "own": ("v41", "auto")}
 RATIOS, SOURCES, INDEXERS, TWO_LEVELS = [0, 2, 2, 1, 1, 1], [1, 3], [1, 3, 5], 3
 HEADS, LORA, BLOCK, WINDOW_PAGE, TOPK, BLOCKS = 4, 64, 64, 32, 512, 48
 STEPS = [[(0, 530), (1, 3)], [(0, 1), (1, 20)], [(0, 1), (1, 1)]]  # (request, its new tokens); decodes come first
@@ -62,14 +64,15 @@ def configuration(dtype: str):
     return config
 
 
-def built(config) -> list:
-    """The layers; what they ask a GPU for is answered."""
-    from vllm.models.deepseek_v41.nvidia import flashmla
+def built(config, plugin: bool) -> list:
+    """The layers, of the class that vLLM's model takes; what they ask a GPU for is answered."""
+    from vllm.models.deepseek_v41.nvidia import flashmla, model
 
-    from dsv4.integrations.vllm import install, v41
+    from dsv4.integrations.vllm import choice, install, v41
 
-    install.on_cuda()
-    v41.check_device = lambda: None
+    if plugin:
+        install.on_cuda()
+    v41.check_device = choice._check_v41 = lambda *_: None
     torch.cuda.Event = lambda: None
     torch.accelerator.empty_cache = lambda: None
     torch.cuda.is_current_stream_capturing = lambda: False
@@ -79,7 +82,7 @@ def built(config) -> list:
     blocks = torch.full((1024, BLOCKS), -1, dtype=torch.int32)
     layers = []
     for n in range(len(RATIOS)):
-        layer = v41.cuda_class()(config, f"model.layers.{n}.attn", lists, None, blocks)
+        layer = model._select_dsv4_attn_cls(config)(config, f"model.layers.{n}.attn", lists, None, blocks)
         for p in layer.parameters():
             p.data = (torch.randn(p.shape) * (p.shape[-1] ** -0.5 if p.ndim > 1 else 1)).to(p.dtype)
         for module in layer.modules():  # as after loading a checkpoint
@@ -169,14 +172,14 @@ class Engine:
         qr, kv = torch.randn(n, LORA).bfloat16(), torch.randn(n, 512).bfloat16()
         scores = torch.randn(n, 512 * max(1, layer.compress_ratio)) if layer.is_kv_source else None
         weights = torch.randn(n, 32).bfloat16() if layer.indexer is not None else None
-        out, queries = torch.full((n, HEADS, 512), float("nan")).bfloat16(), []
+        out, queries = torch.full((n, layer.padded_heads, 512), float("nan")).bfloat16(), []
         forward = type(layer).forward_mqa
         layer.forward_mqa = lambda q, *rest: (queries.append(q), forward(layer, q, *rest))
         layer._prepare_and_attn(torch.zeros(n, 256).bfloat16(), qr, kv, None, scores, weights, positions, out)
         for t in range(n):
             self.history[requests[t]][layer.layer_id].append((kv[t], None if scores is None else scores[t]))
         self.check_rows(layer, set(requests.tolist()))
-        self.check_out(layer, queries[0], out, positions, requests)
+        self.check_out(layer, queries[0][:, :HEADS], out[:, :HEADS], positions, requests)
 
     def check_rows(self, layer, requests) -> None:
         """Rows of the caches against rows in fp64, of all tokens so far."""
@@ -242,7 +245,7 @@ class Engine:
         more = {k: x[some] if k == "compressed_indices" else x for k, x in more.items()}
         wanted, low = (
             reference.v4_attention(
-                q[some], window, lists[some], sink=layer.attn_sink, softmax_scale=layer.scale, p_dtype=p, **more
+                q[some], window, lists[some], sink=layer.attn_sink[:HEADS], softmax_scale=layer.scale, p_dtype=p, **more
             )[0]
             for p in (None, torch.bfloat16)
         )
@@ -276,11 +279,14 @@ def packed(pages, slots, rows, some) -> None:
 def main(kind: str, result: str) -> None:
     torch.manual_seed(0)
     rows, dtype = KINDS[kind]
-    os.environ |= {"DSV4_VLLM_ROWS": rows, "DSV4_VLLM_PARTS": "indexer" if rows else "indexer,insertion"}
+    plugin = kind != "vllm"
+    os.environ |= {"DSV4_VLLM": str(int(plugin)), "DSV4_VLLM_ROWS": rows}
+    os.environ["DSV4_VLLM_PARTS"] = "indexer" if rows else "indexer,insertion"
     # vLLM's CPU build wants a Triton with a backend "cpu"; softsm plays a Hopper GPU for vLLM's kernels.
     triton.backends.backends["cpu"] = triton.backends.backends["nvidia"]
     with softsm.use("sm_90a", sms=1):
         import vllm_cpu_operators
+        import vllm_cuda_kernels
         from vllm.config import set_current_vllm_config
         from vllm.distributed import init_distributed_environment, initialize_model_parallel
         from vllm.v1.worker import workspace
@@ -288,20 +294,22 @@ def main(kind: str, result: str) -> None:
         from dsv4.integrations.vllm import calls
 
         vllm_cpu_operators.define()  # vLLM rotates and packs an indexer's queries by one of them where there is no GPU
+        kernels = {} if plugin else vllm_cuda_kernels.prepare()
         config = configuration(dtype)
         with set_current_vllm_config(config), tempfile.TemporaryDirectory() as folder:
             init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "gloo")
             initialize_model_parallel()
             workspace.init_workspace_manager(torch.device("cpu"))
             torch.set_default_dtype(torch.bfloat16)
-            layers = built(config)
+            layers = built(config, plugin)
             torch.set_default_dtype(torch.float32)
             engine = Engine(config, layers)
             for step in STEPS:
                 with torch.inference_mode():
                     engine.run(step)
                 print("step", step, dict(calls), flush=True)
-    Path(result).write_text(json.dumps(dict(calls=dict(calls), pages=engine.pages, steps=len(STEPS))))
+    said = dict(calls=dict(calls), kernels=dict(kernels), pages=engine.pages, steps=len(STEPS))
+    Path(result).write_text(json.dumps(said))
 
 
 if __name__ == "__main__":
