@@ -24,6 +24,7 @@ def quantize_mxfp8(x: Tensor, *, backend: Backend = "auto") -> tuple[Tensor, Ten
     if not checks.is_tensor(x) or x.ndim < 1 or x.dtype not in checks.FLOATS or x.shape[-1] % GROUP:
         checks.fail("x", checks.describe(x), f"bf16, fp16 or fp32 [..., D], D a multiple of {GROUP}")
     checks.tensor("x", x, x.shape, checks.FLOATS, unit_last=False)
+    checks.forward_only(x=x)  # the operator does not see what torch.func differentiates
     return torch.ops.dsv4.quantize_mxfp8(x, backend=checks.backend(backend))
 
 

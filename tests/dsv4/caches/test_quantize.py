@@ -76,6 +76,8 @@ def test_a_compiler_and_gradients():
     eager, compiled = dsv4.quantize_mxfp8(x), torch.compile(dsv4.quantize_mxfp8, backend="eager", fullgraph=True)(x)
     assert all(torch.equal(a, b) for a, b in zip(raw(eager), raw(compiled)))
     with pytest.raises(ValueError, match="no gradient"):
+        torch.func.grad(lambda y: dsv4.quantize_mxfp8(y)[0].float().sum())(x)
+    with pytest.raises(ValueError, match="no gradient"):
         dsv4.quantize_mxfp8(x.requires_grad_())
 
 

@@ -79,6 +79,13 @@ def test_out_is_written_and_returned():
         dsv4.fmha(q.requires_grad_(), k, v, out=out)
 
 
+def test_out_under_vmap():
+    q, k, v = draw(96, 80)
+    out = torch.full((2, 5, 4, 80), float("nan"))
+    torch.vmap(lambda *x: dsv4.fmha(*(y[None] for y in x[:3]), out=x[3][None]))(q, k, v, out)
+    torch.testing.assert_close(out, dsv4.fmha(q, k, v))
+
+
 def test_partial_results_in_fp32_are_merged_and_rounded_once():
     q, k, v = draw(96, 80, torch.bfloat16, t=40, s=90)
     outs, lses = [], []
@@ -94,10 +101,14 @@ def test_partial_results_in_fp32_are_merged_and_rounded_once():
     assert (merged.bfloat16() - whole).norm() <= bound
 
 
-def test_out_whose_elements_overlap_is_named():
+def test_a_wrong_out_is_named():
     q, k, v = draw(96, 96)
     with pytest.raises(ValueError, match="^out: got strides"):
         dsv4.fmha(q, k, v, out=torch.zeros(96).expand(2, 5, 4, 96))
+    with pytest.raises(ValueError, match="^out: got memory that overlaps q"):
+        dsv4.fmha(q, k, v, out=q)
+    with pytest.raises(ValueError, match="^out: got dtype float64; accepted: float32$"):
+        dsv4.fmha(q, k, v, out=torch.zeros(2, 5, 4, 96).double())
 
 
 def test_what_is_wrong_is_named():
