@@ -126,7 +126,7 @@ class Instructions:
         ops, forms, offsets = code[:, 0], code[:, 4].astype(np.int64), code[:, 3].astype(np.int64)
         self.shared = np.isin(ops, SHARED_ACCESS)
         self.there = self.shared | np.isin(ops, GLOBAL_ACCESS)
-        self.generic = np.isin(ops, (pg.OP_LD, pg.OP_ST))
+        self.generic = np.isin(ops, (pg.OP_LD, pg.OP_ST, pg.OP_ATOM_G))
         self.any_generic = bool(self.generic.any())
         self.store = np.isin(ops, STORES)
         self.atomic = np.isin(ops, (pg.OP_ATOM_G, pg.OP_ATOM_S))

@@ -123,6 +123,9 @@ LATENCIES = (
 )
 
 
+GENERIC = {machine.READ: "latency.lds", machine.WRITE: "latency.lds", machine.ATOMIC: "latency.atoms"}
+
+
 def latency_of(opcode: str, gpu: Gpu, pipe: str) -> float:
     for prefix, name in LATENCIES:
         if opcode.startswith(prefix):
@@ -247,6 +250,9 @@ def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0, changing: list
                 values[i, r.LATENCY] = gpu["latency.alu"]
             continue
         kind = ints[i, r.KIND]
+        if found.space == "shared" and kind in GENERIC:  # the address is of shared memory
+            values[i, [r.UNITS, r.EXTRA, r.LATENCY]] = 1, kind == r.READ, gpu[GENERIC[kind]]
+            kind = ints[i, r.KIND] = r.SHARED
         # Machine instructions per PTX instruction: ptxas splits a wide one.
         pieces = max(1, round(found.bytes / found.looks / (32 * width)))
         each = found.looks * pieces

@@ -119,11 +119,15 @@ _ALIGNS = re.compile(r",\s*-\d+\s*$")
 
 
 def _branch_on(
-    source: str, ran: Iterable[int], begins: Callable[[Statement], bool], one_cell: bool = False
+    source: str,
+    ran: Iterable[int],
+    begins: Callable[[Statement], bool],
+    one_cell: bool = False,
+    ends: tuple[str, ...] = ("bra",),
 ) -> tuple[int, int] | None:
     """Returns (line of an operation that `begins` accepts, line of a branch that depends on its result) of a PTX text.
     `ran`: the executed lines. Values are followed through registers, and through shared memory at a single address;
-    one_cell: at any, as if it had only one."""
+    one_cell: at any, as if it had only one. ends: what may depend on it instead of a branch."""
     executed = set(ran)
     statements = statements_of(source)
     addresses = Addresses(statements)
@@ -156,9 +160,16 @@ def _branch_on(
                         origin[r] = found
                         grew = True
     for s in statements:
-        if s.name.startswith("bra") and s.guard in origin and s.line in executed:
+        if s.name.startswith(ends) and s.guard in origin and s.line in executed:
             return origin[s.guard], s.line
     return None
+
+
+@functools.lru_cache(64)
+def mask_on_load(source: str) -> bool:
+    """Returns whether loaded values decide which lanes access global memory."""
+    ran = range(1, source.count("\n") + 2)
+    return _branch_on(source, ran, _loads, ends=("ld.global", "st.global", "cp.async")) is not None
 
 
 def _loads(s: Statement, beginnings: tuple[str, ...] = _LOADS) -> bool:

@@ -16,7 +16,7 @@ from softsm.engine import program as pg
 from softsm.engine.launch import Kernel
 from softsm.engine.scheduler import Machine
 from softsm.engine.warps import Cta
-from softsm.timing_model.follow import branch_on_place, branch_on_value
+from softsm.timing_model.follow import branch_on_place, branch_on_value, mask_on_load
 from softsm.timing_model.path_slice import Path, sliced
 from softsm.timing_model.sass import alone
 
@@ -26,6 +26,7 @@ SPLIT = 70  # per turn of a warp whose threads took both sides of a branch: Pyth
 NOTHING = 8  # records that do nothing take the time of one that does (path_slice.py)
 FEW = 8  # fewer clusters of a larger grid do not represent the others
 MOST = 1 << 22  # clusters whose lengths are kept
+MASKED, MASKED_COST = 32, COST // 8  # clusters, and instructions, that show what masks from data let through
 ALIKE, MANY_ALIKE = 1.02, 512  # after this many equal clusters the model assumes that the others are equal, too
 
 
@@ -59,6 +60,14 @@ def first_samples(shape: list[int], total: int, sms: int, most: int) -> list[int
         at[axis] = value
         points.add(at[0] + shape[0] * (at[1] + shape[1] * at[2]))
     return sorted(points)
+
+
+def with_masked(samples: list[int], total: int, source: str) -> list[int]:
+    """Returns these clusters and others all over the grid if data decide which lanes access memory, as in rows that are
+    padded: three rows do not tell how much all read."""
+    if total <= len(samples) or not mask_on_load(source):
+        return samples
+    return list(dict.fromkeys([*samples, *spread(total)[:MASKED]]))
 
 
 def spread(total: int) -> list[int]:

@@ -194,6 +194,9 @@ class Tracer(Observer):
 
     def _trace_samples(self) -> None:
         machine = self.machine
+        if self.lengths is None and self.samples:
+            source = sass.alone(self.kernel.module.source, self.kernel.name)
+            self.samples = scout.with_masked(self.samples, self.total, source)
         machine.clusters = map(self.place, self.samples)
         machine.left, machine.steps, machine.run_code = len(self.samples), 0, self._run
 
@@ -226,6 +229,8 @@ class Tracer(Observer):
                 self.samples = self.scouts.chosen(self.lengths, self.most)
             self.scouts = None
             self._trace_samples()
+        elif self.scouts is None and len(self.traces) >= self.most and self.machine.steps > scout.MASKED_COST:
+            self.machine.left = 0
 
     def warp_ended(self, warp: Warp) -> None:
         warp.S[pg.S_CODE] = self.kernel.blocks.code.ctypes.data
@@ -473,6 +478,8 @@ class Tracer(Observer):
             ) from failure
         if failure is not None or not self.total:
             return
+        self.traces.sort(key=lambda trace: trace.number)
+        self.samples = [trace.number for trace in self.traces]
         source = sass.alone(self.kernel.module.source, self.kernel.name)
         places = sass.code_of(source, machine.arch).loads
         self.traced(

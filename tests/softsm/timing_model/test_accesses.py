@@ -262,3 +262,27 @@ def test_atomic_operations_here_and_there_use_slices_unevenly() -> None:
 
     assert sectors(LANES * 8) == 32  # in step
     assert sectors(np.random.default_rng(1).permutation(LANES * 8)) == 32 * accesses.UNEVEN
+
+
+IN_SHARED = """
+.version 8.3 .target sm_90a .address_size 64
+.visible .entry k(.param .u64 out, .param .u64 which)
+.reqntid 32, 1, 1
+{
+  .reg .b32 %r<4>; .reg .b64 %d<8>; .shared .align 4 .b8 words[4096];
+  mov.u32 %r1, %tid.x; mul.wide.u32 %d1, %r1, STRIDE; cvta.shared.u64 %d2, words; add.u64 %d3, %d1, %d2;
+  atom.add.u32 %r2, [%d3], 1; ld.u32 %r3, [%d3]; st.u32 [%d3], %r3;
+  ret;
+}"""
+
+
+@pytest.mark.compile
+def test_generic_addresses_of_shared_memory_take_its_port_and_nothing_of_l2() -> None:
+    def prediction(stride: int):
+        with softsm.timing("h200") as timer:
+            softsm.load(IN_SHARED.replace("STRIDE", str(stride))).launch(64, 32, [np.zeros(1), np.zeros(1)])
+        return timer.predictions[0]
+
+    one, many = prediction(4), prediction(128)
+    assert one.roofline["atomics"] == one.roofline["L2"] == 0
+    assert many.roofline["shared memory"] > 20 * one.roofline["shared memory"] > 0

@@ -171,3 +171,30 @@ def test_many_ctas_that_are_alike_are_enough(monkeypatch) -> None:
     assert of_rows(np.full(400, 7, np.uint32)).trace.lengths is None and len(begun) == 20
     of_rows(np.arange(400, dtype=np.uint32))
     assert len(begun) == 420
+
+
+PADDED = """
+.version 8.3 .target sm_90a .address_size 64
+.visible .entry k(.param .u64 lengths, .param .u64 x)
+.reqntid 128, 1, 1
+{
+  .reg .b32 %r<8>; .reg .b64 %d<8>; .reg .pred %p<2>;
+  ld.param.u64 %d1, [lengths]; ld.param.u64 %d2, [x]; mov.u32 %r1, %tid.x; mov.u32 %r2, %ctaid.x;
+  mul.wide.u32 %d3, %r2, 4; add.u64 %d3, %d3, %d1; ld.global.u32 %r3, [%d3];
+  mad.lo.u32 %r4, %r2, 128, %r1; mul.wide.u32 %d4, %r4, 4; add.u64 %d4, %d4, %d2;
+  setp.lt.u32 %p1, %r1, %r3;
+  @%p1 ld.global.u32 %r5, [%d4];
+  @%p1 st.global.u32 [%d4], %r5;
+  ret;
+}"""
+
+
+@pytest.mark.compile
+def test_masks_that_depend_on_data_are_looked_at_all_over_the_grid() -> None:
+    """Every third row is full, the others have eight numbers; the rows at the ends of the grid are short."""
+    rows = 3000
+    lengths = np.where(np.arange(rows) % 3 == 1, 128, 8).astype(np.uint32)
+    with softsm.timing("h200") as timer:
+        softsm.load(PADDED).launch(rows, 128, [lengths, np.zeros((rows, 128), np.float32)])
+    read = max(s.asked for s in timer.predictions[0].sources if s.written)
+    assert abs(read / (4.0 * lengths.sum()) - 1) < 0.25
