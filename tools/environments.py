@@ -1,7 +1,7 @@
 """Makes the virtual environments that the Makefile names: with uv where it is installed, else with venv and pip.
 
     python tools/environments.py test                 .venv: torch for a CPU, both packages and their tools
-    python tools/environments.py oldest-triton        .venv/triton-3.6.0, beside it
+    python tools/environments.py oldest-triton        .venv/triton-3.6.0, next to its own
     python tools/environments.py triton 3.7.1         .venv-triton-3.7.1: the same with another Triton
     python tools/environments.py gpu                  .venv-gpu: on top of a torch that sees the GPU
     python tools/environments.py engines              .venv-engines: vLLM, SGLang and transformers on a CPU
@@ -99,7 +99,7 @@ def test(name: str = ".venv", triton: str | None = None) -> None:
 
 
 def oldest_triton() -> None:
-    """Beside the environment's own: its front end reads every Hopper kernel in make test."""
+    """Besides the environment's own: its front end reads every Hopper kernel in make test."""
     env = Environment(".venv")
     beside = env.path / f"triton-{OLDEST_TRITON}"
     print(f"installing triton {OLDEST_TRITON} beside it", flush=True)

@@ -157,7 +157,7 @@ def test_index_loss():
 
 @pytest.mark.parametrize("d", [64, 128, 256, 512])
 def test_memory_is_within_twice_the_forward_pass(d):
-    """Beside inputs, output and gradients, which a caller holds anyway, no more than twice q, k, v and out; above head
+    """Besides inputs, output and gradients, which a caller holds anyway, no more than twice q, k, v and out; above head
     dim 128 the slab of scores on top of it."""
     q, k, v = (torch.randn(2, 2048, 16, d, device="cuda", dtype=BF16, requires_grad=True) for _ in "qkv")
     out = dsv4.fmha(q, k, v, causal=True)

@@ -1,4 +1,4 @@
-"""Atomics beside ordinary accesses."""
+"""Atomics together with ordinary accesses."""
 
 import numpy as np
 import pytest

@@ -195,7 +195,7 @@ def difference(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
     """Returns the first difference, in words."""
     for name in {**mine, **theirs}:
         if mine.get(name) != theirs.get(name):
-            return f"{name} differs from that of the resident process; start it again"
+            return f"{name} differs from what the resident process has; restart softsm serve"
     return ""
 
 

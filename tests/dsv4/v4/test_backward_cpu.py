@@ -106,7 +106,7 @@ def test_only_what_is_wanted():
 
 
 def test_memory_is_within_twice_the_forward_pass(monkeypatch):
-    """Beside inputs, output and gradients no more than twice the bytes of q, rows, lists and out: the rows that all
+    """Besides inputs, output and gradients no more than twice the bytes of q, rows, lists and out: the rows that all
     queries list would be seven times as many."""
     n, heads, d, rows, listed = 512, 4, 64, 300, 64
     q, out, dout, dq = (torch.randn(n, heads, d) for _ in range(4))

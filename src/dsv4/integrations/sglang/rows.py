@@ -1,7 +1,7 @@
 """Rows of DeepSeek-V4 on their way into SGLang's pages, on dsv4: norm, RoPE, packing, and the row's place.
 
 Two kernels of SGLang are replaced by one of dsv4's: that of new rows of the window ("insertion"), and the last step of
-the compressor ("compressor"). The compressor's first step, which keeps states in a ring of each request or beside the
+the compressor ("compressor"). The compressor's first step, which keeps states in a ring of each request or next to the
 window, stays SGLang's, and so do the indexer's keys: they carry a Hadamard rotation.
 """
 

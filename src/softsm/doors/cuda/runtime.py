@@ -231,7 +231,7 @@ class Runtime:
             return INVALID_VALUE
         if self.failure is not None:
             return self.failed()
-        if 0 in grid:  # Triton skips such a launch, CUDA refuses it
+        if 0 in grid:  # Triton skips such a launch, CUDA rejects it
             print(f"softsm: {readable(kernel.name)}: grid: got {tuple(grid)}; accepted: 1 or more", file=sys.stderr)
             return INVALID_CONFIGURATION
         if how & COOPERATIVE and math.prod(grid) > self.sms * self.resident(kernel, math.prod(block), shared):
