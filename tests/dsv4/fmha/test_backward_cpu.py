@@ -96,8 +96,8 @@ def test_an_lse_of_minus_infinity_may_have_a_gradient_of_nan():
 
 
 def test_memory_is_within_twice_the_forward_pass(monkeypatch):
-    """Besides inputs, output and gradients no more than twice the bytes of q, k, v and out: all scores of one head alone
-    would be four times as many."""
+    """Besides inputs, output and gradients no more than twice the bytes of q, k, v and out: all scores of one head
+    alone would be four times as many."""
     for name, value in (("KEY_BLOCK", 256), ("QUERY_BLOCK", 128), ("SCORE_BYTES", 1 << 18), ("SUM_BYTES", 1 << 18)):
         monkeypatch.setattr(backward_cpu, name, value)
     q, k, v, out, dout, *given = (torch.randn(1, 2048, 2, 64) for _ in range(8))
