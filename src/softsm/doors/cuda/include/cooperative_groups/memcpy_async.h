@@ -13,16 +13,14 @@ template <size_t N> struct aligned_size_t {  // a number of bytes; both addresse
 
 namespace details {
 template <int Piece, typename Group>
-__device__ __forceinline__ void copy_pieces(const Group &group, char *to, const char *from, size_t size) {
+__device__ __forceinline__ void copy_pieces_of(const Group &group, char *to, const char *from, size_t size) {
     for (size_t at = group.thread_rank() * Piece; at < size; at += group.size() * Piece) {
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"((unsigned)__cvta_generic_to_shared(to + at)),
                      "l"(from + at), "n"(Piece) : "memory");
     }
 }
-}  // namespace details
-
 template <typename Group>
-__device__ __forceinline__ void memcpy_async(const Group &group, void *to, const void *from, size_t size) {
+__device__ __forceinline__ void copy_pieces(const Group &group, void *to, const void *from, size_t size) {
     char *out = (char *)to;
     const char *in = (const char *)from;
     size_t odd = (size_t)out | (size_t)in, whole = 0;
@@ -30,12 +28,18 @@ __device__ __forceinline__ void memcpy_async(const Group &group, void *to, const
     if (__nvvm_isspacep_shared(to) && __nvvm_isspacep_global(from)) {
         int piece = odd % 16 == 0 ? 16 : odd % 8 == 0 ? 8 : odd % 4 == 0 ? 4 : 0;
         whole = piece ? size / piece * piece : 0;
-        if (piece == 16) details::copy_pieces<16>(group, out, in, whole);
-        if (piece == 8) details::copy_pieces<8>(group, out, in, whole);
-        if (piece == 4) details::copy_pieces<4>(group, out, in, whole);
+        if (piece == 16) copy_pieces_of<16>(group, out, in, whole);
+        if (piece == 8) copy_pieces_of<8>(group, out, in, whole);
+        if (piece == 4) copy_pieces_of<4>(group, out, in, whole);
     }
 #endif
     for (size_t at = whole + group.thread_rank(); at < size; at += group.size()) out[at] = in[at];
+}
+}  // namespace details
+
+template <typename Group>
+__device__ __forceinline__ void memcpy_async(const Group &group, void *to, const void *from, size_t size) {
+    details::copy_pieces(group, to, from, size);
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 template <typename Group, size_t N>
