@@ -55,6 +55,7 @@ class MemoryAccesses:
         self.kept = np.zeros((32, 16), np.uint8)  # contents of the rows before a stmatrix
         self.order.newest[pg.KEPT] = address_of(self.kept)
         self.clusters = self.races[sh.CLUSTERS :]
+        self.inherited = 0  # number of the last operation of earlier launches
         self.touched = self.shadow_global()
         self.global_table = np.array([s.ctypes.data for s in self.touched.shadows] or [0], np.int64)
         self.global_table_address = self.global_table.ctypes.data
@@ -69,13 +70,13 @@ class MemoryAccesses:
     def read_only(self, w, lanes: list[int], addresses: np.ndarray) -> None:
         """Checks ld.global.nc: no write may change the bytes while the grid runs. Only the first lane's allocation is
         checked."""
-        if self.checker.machine.options.dependent:  # accesses by the previous grid look like those of this one
-            return
         for start, shadow in zip(self.touched.origins, self.touched.shadows):
             at = addresses - start >> 2
             if 0 <= at[0] < len(shadow) // sh.GLOBAL_RECORD:
                 inside = at.clip(0, len(shadow) // sh.GLOBAL_RECORD - 1)
-                written = np.flatnonzero((shadow[inside * sh.GLOBAL_RECORD] != 0) & (inside == at))
+                agent, number = (shadow[inside * sh.GLOBAL_RECORD + k] for k in (0, 1))
+                own = (agent != 0) & ((agent != sh.ASYNC) | (number > self.inherited))
+                written = np.flatnonzero(own & (inside == at))
                 if len(written):
                     place = int(addresses[written[0]])
                     self.checker.findings.misused(

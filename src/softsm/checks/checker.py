@@ -10,6 +10,7 @@ boxes        TMA boxes outside their tensor
 maps         tensor maps that the kernel writes itself
 grids        the previous grid, under programmatic dependent launch
 ranks        earlier launches of other GPUs, or None
+beside       work of other streams
 findings     diagnostics with both parties, made from the compiled code's findings
 products     operands of matrix products, or None
 """
@@ -24,6 +25,7 @@ import numpy as np
 from softsm.checks import clocks, registers
 from softsm.checks.accesses import MemoryAccesses
 from softsm.checks.barriers import BarrierChecks
+from softsm.checks.beside import BesideChecks, of_launch
 from softsm.checks.boxes import BoxChecks
 from softsm.checks.clocks import WORDS
 from softsm.checks.findings import Findings, add_failure
@@ -45,6 +47,7 @@ from softsm.engine.mma_chains import Growing
 from softsm.engine.observer import Observer
 from softsm.engine.warps import Warp
 from softsm.isa import product_chain
+from softsm.memory.global_memory import PARAMETERS
 from softsm.ptx.roles import place_of
 from softsm.report.diagnostics import Diagnostic, Party, Report
 
@@ -81,6 +84,8 @@ class Checker(Observer):
         if machine.gpus > 1 and not machine.options.dependent:
             self.ranks = RankChecks(self.order, self.operations, self.memory, stream, machine)
         self.grids = GridChecks(self.order, self.operations, self.memory, stream, machine)
+        self.stream, self.beside = stream, BesideChecks(self.order, self.operations, self.memory, stream.beside)
+        self.memory.inherited = self.order.newest.item(0) - 1
         self.products: Products | None = None
         if strict or expectations or report.tap is not None:
             self.products = Products(self, report.tap, expectations, strict)
@@ -145,6 +150,8 @@ class Checker(Observer):
             events["warpgroup_committed"] = operations.warpgroup_committed
         if self.machine.gpus > 1 or narrow(self.machine.kernel.program.instructions):
             events["synchronised"] = ScopeChecks(self).strong
+        if self.beside.work:
+            events["synchronised"] = self.beside.strong
         relaxed = relaxed_in(self.machine.kernel)
         if relaxed.loads:
             events["synchronised"] = Messages(self, events["synchronised"], relaxed).strong
@@ -259,6 +266,9 @@ class Checker(Observer):
             w.view.forget()
         if self.ranks is not None and failure is None:
             self.ranks.ended()
+        if self.stream.keeps:
+            own = [x.name != PARAMETERS for x in self.machine.global_memory.allocations]
+            self.stream.left = of_launch(self.memory.touched, self.memory.inherited, own)
 
     def closed(self) -> None:
         """Frees the parts. They refer to each other, so their large arrays would wait for the garbage collector. A

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from softsm.checks import benign_races, grids, ranks
+from softsm.checks import benign_races, beside, grids, ranks
 from softsm.checks import clocks as cl
 from softsm.checks import shadow as sh
 from softsm.checks.advice import WRITES, before_the_access, first_phase, instead, named, too_early
@@ -15,7 +15,7 @@ from softsm.ptx.cplusplus import readable
 from softsm.ptx.roles import called_at, function_at, place_of, role_of
 from softsm.report.diagnostics import Diagnostic, Party, Report
 
-EARLIER = {**grids.FIXES, ranks.KIND: ranks.FIX}  # advice against launches before this one
+EARLIER = {**grids.FIXES, ranks.KIND: ranks.FIX}  # advice against launches before this one; else it is beside.FIX
 BETWEEN_LANES = (
     "the two are lanes of one warp: put bar.warp.sync between them; running in lockstep does not order memory"
 )
@@ -190,7 +190,7 @@ class Findings:
                 return True
         elif entry.same and not self.strict:
             earlier = self.checker.operations.get(entry.epoch)
-            if earlier is not None and earlier.kind == ranks.KIND:
+            if earlier is not None and earlier.warp is None and earlier.kind not in grids.FIXES:
                 return True
         if op is not None:
             return False
@@ -232,13 +232,18 @@ class Findings:
     def other(self, entry: Entry, them, other_op) -> Party:
         """Returns the earlier access. them: the warp that made or issued it, if it is known."""
         wrote = entry.kind != sh.WAR or entry.by_warp and stores(them, entry.other_pc)
+        footprint = other_op.footprint if other_op is not None and other_op.warp is None else None
+        if footprint is not None:
+            wrote = wrote or footprint.wrote(entry.address)
         what = f"{'wrote' if wrote else 'read'} {entry.where}"
         if entry.by_warp:
             return self.party(them, None, what, pc=entry.other_pc, lane=entry.other_lane)
         if other_op is None:
             return Party("an earlier operation")
-        if other_op.kind in EARLIER:
-            return Party(f"the {other_op.kind}", what=what)
+        if other_op.warp is None:
+            return Party(
+                f"the {other_op.kind}", source=str(footprint.source) if footprint is not None else "", what=what
+            )
         return self.party(them, other_op, what)
 
     def fix(self, w, op, entry: Entry, them, other_op) -> str:
@@ -320,8 +325,8 @@ class Findings:
     def race(self, this: Party, other: Party, memory: str, other_op, fix: str) -> Diagnostic:
         if fix:
             pass
-        elif other_op is not None and other_op.kind in EARLIER:
-            fix = EARLIER[other_op.kind]
+        elif other_op is not None and other_op.warp is None:
+            fix = EARLIER.get(other_op.kind, beside.FIX)
         elif other_op is not None:
             waited = self.checker.order.knows(other_op.warp, other_op.number)
             fix = before_the_access(other_op, waited, self.checker.operations.by_number.values())

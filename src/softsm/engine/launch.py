@@ -30,7 +30,7 @@ from softsm.engine.special_registers import special_value
 from softsm.engine.warps import Cta
 from softsm.errors import Fault, PtxError
 from softsm.memory import multicast
-from softsm.memory.global_memory import GlobalMemory
+from softsm.memory.global_memory import PARAMETERS, GlobalMemory
 from softsm.memory.map_argument import TensorMapArgument
 from softsm.ptx.ast import Function, Instruction, Module, Symbol, referenced
 from softsm.ptx.declarations import TYPE_BYTES
@@ -215,7 +215,7 @@ class Kernel:
         for name, raw in (item for x in present for item in x.variables.items()):
             memory.add(raw.ctypes.data, raw.nbytes, f"variable {name}", raw)
         for buffer in (x for x in parameters if x is not None):
-            memory.add(buffer.ctypes.data, buffer.nbytes, "the kernel's parameters", buffer)
+            memory.add(buffer.ctypes.data, buffer.nbytes, PARAMETERS, buffer)
         machine = Machine(kernels, grid, block, shared, cluster, memory, parameters, chosen)
         observer = machine.observer
         if machine.left:

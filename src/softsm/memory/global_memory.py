@@ -16,6 +16,7 @@ import numpy as np
 
 from softsm.errors import Fault
 
+PARAMETERS = "the kernel's parameters"  # name of an allocation
 NULL, FAR = 1 << 16, 1 << 36  # bytes: no host has memory so low; an index of 32 bits does not lead so far
 
 

@@ -14,12 +14,13 @@
 
 // The order of the members is that of SERVED in runtime.py.
 struct Served {
-    int (*malloc)(void **at, size_t size, int host);
-    int (*free)(void *at);
-    int (*copy)(void *to, const void *from, size_t size, int kind);
-    int (*set)(void *to, int value, size_t size);
+    int (*malloc)(void **at, size_t size, int host, void *stream);
+    int (*free)(void *at, void *stream);
+    int (*copy)(void *to, const void *from, size_t size, int kind, void *stream, int waits);
+    int (*set)(void *to, int value, size_t size, void *stream);
     int (*symbol)(void **at, const void *symbol, size_t end);
-    int (*launch)(const void *kernel, const unsigned *shape, void **args, size_t shared, int how);
+    int (*launch)(const void *kernel, const unsigned *shape, void **args, size_t shared, int how,
+                  void *stream);
     int (*most_shared)(const void *kernel, int bytes);
     int (*attribute)(int *value, int attribute);
     int (*encode)(void *map, int type, unsigned rank, void *address, const uint64_t *dims, const uint64_t *strides,
@@ -28,7 +29,7 @@ struct Served {
     int (*devices)();
     int (*select)(int device);
     int (*synchronise)();
-    void (*ordered)();
+    int (*stream)(int what, void *stream, void *event);
     void (*module)(const char *ptx);
     void (*function)(const void *kernel, const char *name);
     void (*variable)(const void *symbol, const char *name);
@@ -36,6 +37,11 @@ struct Served {
 static Served served;
 static int last;  // the error that cudaGetLastError returns
 static int current;  // device
+#define IN_ORDER ((void *)-1)  // in place of a stream: when all work is complete
+enum { CREATED, RECORDED, WAITED, AWAITED, AWAITED_EVENT };  // what happened to a stream or an event
+API intptr_t softsm_where = 0;  // the place in the program of the last call
+extern "C" const char __ehdr_start __attribute__((visibility("hidden")));
+#define HERE (softsm_where = (const char *)__builtin_return_address(0) - &__ehdr_start)
 
 // What clang calls to round to bfloat16 on the host. libgcc has these from GCC 13 on.
 extern "C" __attribute__((weak)) __bf16 __truncsfbf2(float x) {
@@ -129,45 +135,58 @@ API void softsm_flush() { fflush(nullptr); }
 // ---- memory --------------------------------------------------------------------------------------------------------
 
 #undef cudaMalloc
-API cudaError_t cudaMalloc(void **at, size_t size) { return done(served.malloc(at, size, 0)); }
-API cudaError_t cudaMallocManaged(void **at, size_t size, unsigned) { return done(served.malloc(at, size, 0)); }
-API cudaError_t cudaMallocAsync(void **at, size_t size, cudaStream_t) { return done(served.malloc(at, size, 0)); }
-API cudaError_t cudaMallocHost(void **at, size_t size) { return done(served.malloc(at, size, 1)); }
-API cudaError_t cudaHostAlloc(void **at, size_t size, unsigned) { return done(served.malloc(at, size, 1)); }
-API cudaError_t cudaFree(void *at) { return done(served.free(at)); }
-API cudaError_t cudaFreeAsync(void *at, cudaStream_t) { return done(served.free(at)); }
-API cudaError_t cudaFreeHost(void *at) { return done(served.free(at)); }
-API cudaError_t cudaMemcpy(void *to, const void *from, size_t size, cudaMemcpyKind kind) {
-    return done(served.copy(to, from, size, kind));
+API cudaError_t cudaMalloc(void **at, size_t size) { return done(served.malloc(at, size, 0, IN_ORDER)); }
+API cudaError_t cudaMallocManaged(void **at, size_t size, unsigned) {
+    return done(served.malloc(at, size, 0, IN_ORDER));
 }
-API cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, cudaMemcpyKind kind, cudaStream_t) {
-    return done(served.copy(to, from, size, kind));
+API cudaError_t cudaMallocAsync(void **at, size_t size, cudaStream_t stream) {
+    return HERE, done(served.malloc(at, size, 0, stream));
+}
+API cudaError_t cudaMallocHost(void **at, size_t size) { return done(served.malloc(at, size, 1, IN_ORDER)); }
+API cudaError_t cudaHostAlloc(void **at, size_t size, unsigned) {
+    return done(served.malloc(at, size, 1, IN_ORDER));
+}
+API cudaError_t cudaFree(void *at) { return done(served.free(at, IN_ORDER)); }
+API cudaError_t cudaFreeAsync(void *at, cudaStream_t stream) { return HERE, done(served.free(at, stream)); }
+API cudaError_t cudaFreeHost(void *at) { return done(served.free(at, IN_ORDER)); }
+API cudaError_t cudaMemcpy(void *to, const void *from, size_t size, cudaMemcpyKind kind) {
+    return HERE, done(served.copy(to, from, size, kind, nullptr, 1));
+}
+API cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, cudaMemcpyKind kind, cudaStream_t stream) {
+    return HERE, done(served.copy(to, from, size, kind, stream, 0));
 }
 API cudaError_t cudaMallocPitch(void **at, size_t *pitch, size_t width, size_t height) {
     *pitch = (width + 511) / 512 * 512;
     return cudaMalloc(at, *pitch * height);
 }
-API cudaError_t cudaMemcpy2D(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
-                             size_t height, cudaMemcpyKind kind) {
+static cudaError_t rows(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height,
+                        cudaMemcpyKind kind, void *stream, int waits) {
     if (width > to_pitch || width > from_pitch) return done(12);  // cudaErrorInvalidPitchValue
     int status = 0;
     for (size_t row = 0; row < height && !status; row++)
-        status = served.copy((char *)to + row * to_pitch, (const char *)from + row * from_pitch, width, kind);
+        status = served.copy((char *)to + row * to_pitch, (const char *)from + row * from_pitch, width, kind, stream, waits);
     return done(status);
 }
+API cudaError_t cudaMemcpy2D(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
+                             size_t height, cudaMemcpyKind kind) {
+    return HERE, rows(to, to_pitch, from, from_pitch, width, height, kind, nullptr, 1);
+}
 API cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
-                                  size_t height, cudaMemcpyKind kind, cudaStream_t) {
-    return cudaMemcpy2D(to, to_pitch, from, from_pitch, width, height, kind);
+                                  size_t height, cudaMemcpyKind kind, cudaStream_t stream) {
+    return HERE, rows(to, to_pitch, from, from_pitch, width, height, kind, stream, 0);
 }
 API cudaError_t cudaMemset2D(void *to, size_t pitch, int value, size_t width, size_t height) {
-    int status = 0;
-    for (size_t row = 0; row < height && !status; row++) status = served.set((char *)to + row * pitch, value, width);
+    int status = (HERE, 0);
+    for (size_t row = 0; row < height && !status; row++)
+        status = served.set((char *)to + row * pitch, value, width, nullptr);
     return done(status);
 }
 API cudaError_t cudaHostGetDevicePointer(void **at, void *host, unsigned) { return *at = host, cudaSuccess; }
-API cudaError_t cudaMemset(void *to, int value, size_t size) { return done(served.set(to, value, size)); }
-API cudaError_t cudaMemsetAsync(void *to, int value, size_t size, cudaStream_t) {
-    return done(served.set(to, value, size));
+API cudaError_t cudaMemset(void *to, int value, size_t size) {
+    return HERE, done(served.set(to, value, size, nullptr));
+}
+API cudaError_t cudaMemsetAsync(void *to, int value, size_t size, cudaStream_t stream) {
+    return HERE, done(served.set(to, value, size, stream));
 }
 API cudaError_t cudaGetSymbolAddress(void **at, const void *symbol) { return done(served.symbol(at, symbol, 0)); }
 API cudaError_t cudaMemcpyToSymbol(const void *symbol, const void *from, size_t size, size_t offset,
@@ -199,6 +218,7 @@ struct Call { dim3 grid, block; size_t shared; void *stream; };
 static std::vector<Call> calls;
 API unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, void *stream) {
     calls.push_back({grid, block, shared, stream});
+    HERE;
     return 0;
 }
 API cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, void *stream) {
@@ -208,17 +228,18 @@ API cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shar
     return cudaSuccess;
 }
 enum { DEPENDENT = 1, COOPERATIVE = 2 };  // how
-static cudaError_t launch(const void *kernel, dim3 g, dim3 b, dim3 c, void **args, size_t shared, int how) {
+static cudaError_t launch(const void *kernel, dim3 g, dim3 b, dim3 c, void **args, size_t shared, int how,
+                          cudaStream_t stream) {
     unsigned shape[] = {g.x, g.y, g.z, b.x, b.y, b.z, c.x, c.y, c.z};
-    return done(served.launch(kernel, shape, args, shared, how));
+    return done(served.launch(kernel, shape, args, shared, how, stream));
 }
 API cudaError_t cudaLaunchKernel(const void *kernel, dim3 grid, dim3 block, void **args, size_t shared,
-                                 cudaStream_t) {
-    return launch(kernel, grid, block, dim3(0, 0, 0), args, shared, 0);
+                                 cudaStream_t stream) {
+    return launch(kernel, grid, block, dim3(0, 0, 0), args, shared, 0, stream);
 }
 API cudaError_t cudaLaunchCooperativeKernel(const void *kernel, dim3 grid, dim3 block, void **args, size_t shared,
-                                            cudaStream_t) {
-    return launch(kernel, grid, block, dim3(0, 0, 0), args, shared, COOPERATIVE);
+                                            cudaStream_t stream) {
+    return HERE, launch(kernel, grid, block, dim3(0, 0, 0), args, shared, COOPERATIVE, stream);
 }
 API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *kernel, void **args) {
     dim3 cluster(0, 0, 0);
@@ -231,7 +252,8 @@ API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void
             how |= DEPENDENT;
         if (a.id == cudaLaunchAttributeCooperative && a.val.cooperative) how |= COOPERATIVE;
     }
-    return launch(kernel, config->gridDim, config->blockDim, cluster, args, config->dynamicSmemBytes, how);
+    return HERE, launch(kernel, config->gridDim, config->blockDim, cluster, args, config->dynamicSmemBytes, how,
+                        config->stream);
 }
 API cudaError_t cudaFuncSetAttribute(const void *kernel, cudaFuncAttribute attribute, int value) {
     return attribute == cudaFuncAttributeMaxDynamicSharedMemorySize ? done(served.most_shared(kernel, value))
@@ -270,10 +292,10 @@ API cudaError_t cudaDeviceCanAccessPeer(int *able, int device, int peer) {
 API cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned) { return done(peer < served.devices() ? 0 : 101); }
 API cudaError_t cudaDeviceDisablePeerAccess(int) { return cudaSuccess; }
 API cudaError_t cudaMemcpyPeer(void *to, int, const void *from, int, size_t size) {
-    return cudaMemcpy(to, from, size, cudaMemcpyDeviceToDevice);
+    return HERE, done(served.copy(to, from, size, cudaMemcpyDeviceToDevice, nullptr, 0));
 }
-API cudaError_t cudaMemcpyPeerAsync(void *to, int, const void *from, int, size_t size, cudaStream_t) {
-    return cudaMemcpy(to, from, size, cudaMemcpyDeviceToDevice);
+API cudaError_t cudaMemcpyPeerAsync(void *to, int, const void *from, int, size_t size, cudaStream_t stream) {
+    return HERE, done(served.copy(to, from, size, cudaMemcpyDeviceToDevice, stream, 0));
 }
 API cudaError_t cudaDriverGetVersion(int *version) { return *version = CUDART_VERSION, cudaSuccess; }
 API cudaError_t cudaRuntimeGetVersion(int *version) { return *version = CUDART_VERSION, cudaSuccess; }
@@ -295,7 +317,7 @@ API cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int) {
 // ---- streams and events: a device does one thing after the other ---------------------------------------------------
 
 API cudaError_t cudaDeviceSynchronize() {
-    done(served.synchronise());
+    done(served.stream(AWAITED, IN_ORDER, nullptr));
     return (cudaError_t)last;
 }
 API cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t function, void *data) {
@@ -303,23 +325,29 @@ API cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t function, void *da
     return function(data), cudaSuccess;
 }
 API cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *most) { return *least = *most = 0, cudaSuccess; }
-API cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned, int) {
-    return *stream = nullptr, cudaSuccess;
+// Handles are numbers: 16 for the first stream, 32 for the second. The last bits tell what streams.py must know.
+static intptr_t streams, events;
+static cudaError_t create(cudaStream_t *stream, unsigned flags) {
+    *stream = (cudaStream_t)(16 * ++streams + (flags & cudaStreamNonBlocking ? 8 : 0));
+    return done(served.stream(CREATED, *stream, nullptr));
 }
-API cudaError_t cudaStreamQuery(cudaStream_t) { return cudaDeviceSynchronize(); }
-API cudaError_t cudaEventQuery(cudaEvent_t) { return cudaDeviceSynchronize(); }
-API cudaError_t cudaDeviceSetLimit(cudaLimit, size_t) { return cudaSuccess; }
-API cudaError_t cudaDeviceReset() { return cudaSuccess; }
-API cudaError_t cudaStreamCreate(cudaStream_t *stream) { return *stream = nullptr, cudaSuccess; }
-API cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned) { return *stream = nullptr, cudaSuccess; }
+API cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int) { return create(stream, flags); }
+API cudaError_t cudaStreamCreate(cudaStream_t *stream) { return create(stream, 0); }
+API cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) { return create(stream, flags); }
 API cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
-API cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaDeviceSynchronize(); }
-API cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return served.ordered(), cudaSuccess; }
-API cudaError_t cudaEventCreate(cudaEvent_t *event) { return *event = nullptr, cudaSuccess; }
-API cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned) { return *event = nullptr, cudaSuccess; }
+API cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return done(served.stream(AWAITED, stream, nullptr)); }
+API cudaError_t cudaStreamQuery(cudaStream_t stream) { return done(served.stream(AWAITED, stream, nullptr)); }
+API cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+    return done(served.stream(WAITED, stream, event));
+}
+API cudaError_t cudaEventCreate(cudaEvent_t *event) { return *event = (cudaEvent_t)(16 * ++events), cudaSuccess; }
+API cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned) { return cudaEventCreate(event); }
 API cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
-API cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
-API cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaDeviceSynchronize(); }
+API cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+    return done(served.stream(RECORDED, stream, event));
+}
+API cudaError_t cudaEventSynchronize(cudaEvent_t event) { return done(served.stream(AWAITED_EVENT, nullptr, event)); }
+API cudaError_t cudaEventQuery(cudaEvent_t event) { return cudaEventSynchronize(event); }
 API cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t, cudaEvent_t) { return *ms = 0, cudaSuccess; }
 
 // ---- errors --------------------------------------------------------------------------------------------------------
@@ -378,7 +406,7 @@ API cudaError_t cudaMemGetInfo(size_t *free, size_t *total) {
     return cudaSuccess;
 }
 API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, const void *at) {
-    bool device = !served.copy((void *)at, at, 1, cudaMemcpyDeviceToDevice);  // onto itself: an error elsewhere
+    bool device = !served.copy((void *)at, at, 1, cudaMemcpyDeviceToDevice, IN_ORDER, 1);  // onto itself: an error elsewhere
     *attributes = {device ? cudaMemoryTypeDevice : cudaMemoryTypeUnregistered, 0, device ? (void *)at : nullptr, nullptr};
     return cudaSuccess;
 }

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from softsm.doors.cuda.compile import Program
+from softsm.doors.cuda.streams import DEFAULT, Place, Streams
 from softsm.engine.launch import CTA_SHARED, SM_SHARED, SM_THREADS, Kernel, ctas_per_sm, load
 from softsm.engine.program import SHARED_START
 from softsm.engine.ranks import Launch, together
@@ -33,6 +34,9 @@ from softsm.ptx.cplusplus import readable
 SUCCESS, INVALID_VALUE, NO_MEMORY, INVALID_CONFIGURATION = 0, 1, 2, 9
 INVALID_SYMBOL, INVALID_FUNCTION, INVALID_DEVICE, LAUNCH_FAILURE, TOO_LARGE = 13, 98, 101, 719, 720
 STATUS = {"out-of-bounds": 700, "assert": 710, "misaligned": 716}  # by code: the CUDA error of what stopped a kernel
+IN_ORDER = (1 << 64) - 1  # in place of a stream: when all work is complete
+CREATED, RECORDED, WAITED, AWAITED, AWAITED_EVENT = range(5)  # what happens to a stream or an event
+BETWEEN = 3  # cudaMemcpyDeviceToDevice
 DEPENDENT, COOPERATIVE = 1, 2  # how a kernel is launched
 WITHOUT_ASKING = 48 << 10  # bytes of shared memory; more of them need cudaFuncSetAttribute
 ALIGNED = 512  # alignment of cudaMalloc
@@ -41,12 +45,12 @@ MOST_BYTES = 1 << 36
 INT, UINT, SIZE, AT, TEXT = ctypes.c_int, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_char_p
 # name: (result, arguments), in the order of `struct Served` in host.cpp
 SERVED: dict[str, tuple[Any, tuple]] = {
-    "malloc": (INT, (AT, SIZE, INT)),
-    "free": (INT, (AT,)),
-    "copy": (INT, (AT, AT, SIZE, INT)),
-    "set": (INT, (AT, INT, SIZE)),
+    "malloc": (INT, (AT, SIZE, INT, AT)),
+    "free": (INT, (AT, AT)),
+    "copy": (INT, (AT, AT, SIZE, INT, AT, INT)),
+    "set": (INT, (AT, INT, SIZE, AT)),
     "symbol": (INT, (AT, AT, SIZE)),
-    "launch": (INT, (AT, AT, AT, SIZE, INT)),
+    "launch": (INT, (AT, AT, AT, SIZE, INT, AT)),
     "most_shared": (INT, (AT, INT)),
     "attribute": (INT, (AT, INT)),
     "encode": (INT, (AT, INT, UINT, AT, AT, AT, AT, AT, INT, INT, INT, INT)),
@@ -54,7 +58,7 @@ SERVED: dict[str, tuple[Any, tuple]] = {
     "devices": (INT, ()),
     "select": (INT, (INT,)),
     "synchronise": (INT, ()),
-    "ordered": (None, ()),
+    "stream": (INT, (INT, AT, AT)),
     "module": (None, (TEXT,)),
     "function": (None, (AT, TEXT)),
     "variable": (None, (AT, TEXT)),
@@ -86,6 +90,8 @@ class Runtime:
         self.count = 0
         self.failure: BaseException | None = None
         self.serves = INT()  # calls of `served` that have not returned
+        self.streams, self.library = Streams(), Path()
+        self.where = ctypes.c_ssize_t()  # where the last call is, as an offset in the library
         self.flush: Callable[[], None] = lambda: None  # prints what the host has buffered first
 
     def served(self, name: str, function: Callable) -> Callable:
@@ -132,12 +138,14 @@ class Runtime:
             return INVALID_SYMBOL
         if end > array.nbytes:
             return INVALID_VALUE
+        if end:  # a copy, for which the host waits
+            self.streams.host_waits(DEFAULT)
         AT.from_address(at).value = array.ctypes.data
         return SUCCESS
 
     # ---- memory ------------------------------------------------------------------------------------------------
 
-    def malloc(self, at: int, size: int, host: int) -> int:
+    def malloc(self, at: int, size: int, host: int, stream: int | None = IN_ORDER) -> int:
         if size > MOST_BYTES:
             return NO_MEMORY
         raw = np.empty(size + ALIGNED, np.uint8)
@@ -146,23 +154,39 @@ class Runtime:
         self.count += 1
         self.live[start] = size, raw
         AT.from_address(at).value = start
+        self.transfer(stream, "cudaMallocAsync", [(start, size, True)])
         return SUCCESS
 
-    def free(self, at: int | None) -> int:
+    def free(self, at: int | None, stream: int | None = IN_ORDER) -> int:
+        """Frees memory: behind all work, or in a stream."""
         self.synchronise()
         if not at:
             return SUCCESS
         size, raw = self.live.pop(at, (0, None))
         if raw is None:
             return INVALID_VALUE
+        if stream == IN_ORDER:
+            self.streams.host_waits_for_all()
+        self.transfer(stream, "cudaFreeAsync", [(at, size, True)])
+        self.streams.forget(at, size)
         self.freed.append((at, size, f"memory (cudaMalloc of {size} bytes)"))
         return SUCCESS
 
     def holds(self, at: int | None, size: int) -> bool:
         return at is not None and any(start <= at and at + size <= start + n for start, (n, _) in self.live.items())
 
-    def copy(self, to: int | None, source: int | None, size: int, kind: int) -> int:
-        """Copies. kind: cudaMemcpyKind. A device address that no allocation holds is an error, as on a GPU."""
+    def transfer(self, stream: int | None, name: str, ranges: list[tuple[int, int, bool]], waits: bool = False) -> None:
+        if stream != IN_ORDER and self.devices() == 1:
+            self.streams.transfer(stream or DEFAULT, name, self.place(), ranges, waits)
+
+    def place(self) -> Place:
+        return Place(self.library, self.where.value)
+
+    def copy(
+        self, to: int | None, source: int | None, size: int, kind: int, stream: int | None = IN_ORDER, waits: int = 1
+    ) -> int:
+        """Copies. kind: cudaMemcpyKind. A device address that no allocation holds is an error, as on a GPU.
+        waits: the host waits for the copy."""
         self.synchronise()
         if self.failure is not None:  # an error stays
             return self.failed()
@@ -174,15 +198,44 @@ class Runtime:
                 return INVALID_VALUE
         if size:
             ctypes.memmove(to, source, size)  # type: ignore[arg-type]
+        # Memory that is not the runtime's own is staged: a copy from it has read it when the call returns, and the host
+        # waits for one into it.
+        ranges = [(at, size, at == to) for at in (to, source) if at is not None and self.holds(at, size)]
+        name, staged = ("cudaMemcpy" if waits else "cudaMemcpyAsync"), to is not None and not self.holds(to, size)
+        self.transfer(stream, name, ranges, staged or bool(waits) and kind != BETWEEN)
         return SUCCESS
 
-    def set(self, to: int | None, value: int, size: int) -> int:
+    def set(self, to: int | None, value: int, size: int, stream: int | None = IN_ORDER) -> int:
         self.synchronise()
         if self.failure is not None:
             return self.failed()
         if size and not self.holds(to, size):
             return INVALID_VALUE
         ctypes.memset(to, value & 255, size)  # type: ignore[arg-type]
+        self.transfer(stream, "cudaMemset", [(to or 0, size, True)])
+        return SUCCESS
+
+    def stream(self, what: int, stream: int | None, event: int | None) -> int:
+        """Serves calls that order streams, see host.cpp."""
+        if what == WAITED and self.devices() > 1:
+            self.behind.add(self.device)
+        if what in (AWAITED, AWAITED_EVENT):
+            status = self.synchronise()
+            if status or self.failure is not None:
+                return status or self.failed()
+        at, by = stream or DEFAULT, event or 0
+        if what == CREATED:
+            self.streams.created()
+        elif what == RECORDED:
+            self.streams.record(by, at)
+        elif what == WAITED:
+            self.streams.wait(at, by)
+        elif what == AWAITED and stream == IN_ORDER:
+            self.streams.host_waits_for_all()
+        elif what == AWAITED:
+            self.streams.host_waits(at)
+        elif what == AWAITED_EVENT:
+            self.streams.host_waits_for_event(by)
         return SUCCESS
 
     def memory(self) -> GlobalMemory:
@@ -207,10 +260,10 @@ class Runtime:
         self.dynamic[kernel] = size
         return SUCCESS
 
-    def launch(self, host: int, shape: int, args: int, shared: int, how: int) -> int:
+    def launch(self, host: int, shape: int, args: int, shared: int, how: int, stream: int | None) -> int:
         sides, kernel = listed(shape, UINT, 9), self.kernels.get(host)
         cluster = [max(n, 1) for n in sides[6:]]
-        return self.start(kernel, sides[:3], sides[3:6], cluster, args, shared, how)
+        return self.start(kernel, sides[:3], sides[3:6], cluster, args, shared, how, stream or DEFAULT)
 
     def start(
         self,
@@ -221,6 +274,7 @@ class Runtime:
         args: int,
         shared: int,
         how: int = 0,
+        stream: int = DEFAULT,
     ) -> int:
         """Starts a kernel. args: the address of the addresses of the arguments"""
         if kernel is None:
@@ -244,7 +298,7 @@ class Runtime:
         shape = tuple(grid), tuple(block), shared, tuple(cluster), tuple(sorted(changes.items()))
         self.waiting[self.device].append(Launch(kernel, shape, values, None, self.device in self.behind))
         self.behind.discard(self.device)
-        return self.synchronise() if self.devices() == 1 else SUCCESS
+        return self.synchronise(stream) if self.devices() == 1 else SUCCESS
 
     def devices(self) -> int:
         return len(self.waiting)
@@ -255,11 +309,8 @@ class Runtime:
         self.device = device
         return SUCCESS
 
-    def ordered(self) -> None:
-        self.behind.add(self.device)
-
-    def synchronise(self) -> int:
-        """Run what waits on this device, together with the same on others."""
+    def synchronise(self, stream: int = DEFAULT) -> int:
+        """Run what waits on this device, together with the same on others. stream: of the kernel of a single device"""
         status, follows = SUCCESS, False
         while self.waiting[self.device] and self.failure is None:
             first = self.waiting[self.device][0]
@@ -271,7 +322,7 @@ class Runtime:
                 if self.devices() > 1:
                     together(launches, follows and not any(x is not None and x.ordered for x in launches))
                 else:
-                    first.run()
+                    self.streams.launch(stream, readable(first.kernel.name), self.place(), first.run)
             except ValueError as problem:  # the launch is invalid: too many threads, a grid that clusters do not divide
                 print(f"softsm: {readable(first.kernel.name)}: {problem}", file=sys.stderr)
                 status = INVALID_CONFIGURATION
@@ -334,6 +385,7 @@ class Runtime:
             own = shutil.copy(program.library, Path(folder) / "program.so")  # static variables of its own
             library = ctypes.CDLL(str(own))
             self.serves = INT.in_dll(library, "softsm_serves")
+            self.where, self.library = ctypes.c_ssize_t.in_dll(library, "softsm_where"), program.library
 
             def flush_all() -> None:
                 library.softsm_flush()
