@@ -1,7 +1,4 @@
-"""Counts what memory instructions request, by PTX line: wavefronts of shared memory, sectors of global memory.
-
-address_trace.py copies the address registers while a CTA runs; this module evaluates them when the CTA has ended,
-all samples of an instruction at once."""
+"""What accesses to memory request: wavefronts of shared memory, sectors of global memory, lookups of L1."""
 
 from __future__ import annotations
 
@@ -11,26 +8,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from softsm.engine import program as pg
-from softsm.timing_model import address_trace
-
-SHARED_ACCESS = (pg.OP_LDS, pg.OP_STS, pg.OP_ATOM_S)
-GLOBAL_ACCESS = (pg.OP_LDG, pg.OP_STG, pg.OP_ATOM_G, pg.OP_LD, pg.OP_ST)
-STORES = (pg.OP_STG, pg.OP_ST)
-WAYS, SPACES = ("read", "write", "atomic"), ("load", "store", "atomic")
-LOOKS = 64  # executions of one instruction whose addresses are sampled, per warp
 NEAR_BYTES, SECTOR = 12 << 10, 32  # NEAR_BYTES: bytes that a CTA always finds in L1
 TAGS = 4  # sets of L1, each of which looks up one line in a cycle
 ALIGNED = 512  # bytes: alignment of PyTorch's allocator on a GPU
 PAGE, MOST_PAGES = 12, 16  # sectors: 2 to the power of PAGE
 AT_ONCE = 512  # loads that are evaluated together at first
-REPEATED = 1.3  # cost, in sectors, of an atomic operation whose word another lane has just changed
-# ... and of one among many scattered ones, which load the slices of L2 unevenly
-# (benchmarks/microbench, everyday: scattered atomics; counts by atomics of seeds 707 and 808)
-UNEVEN, MANY_SECTORS = 1.25, 8
-PARTS_OF_LINES = 2.5  # sectors of a line: below it, device memory may deliver more than was requested
-ROW_STEP = 64 << 10  # bytes: a larger step leaves the row
-DEVICE_PAGE = 1 << 10  # bytes of device memory that one bank holds open
 ZEROS = 2  # lines that one counts for that cp.async fills with zeros instead of copying (parts.py, conv)
 
 
@@ -116,163 +98,6 @@ def shifts(starts: list[int]) -> np.ndarray:
     it is a multiple of 64 or 16, which differs from run to run. The last is for addresses before all tensors."""
     first = np.array([*starts, 0], np.int64)
     return (-first) % ALIGNED + 2 * ALIGNED * np.arange(len(first))  # all different
-
-
-class Instructions:
-    """The memory instructions of a program, by record."""
-
-    def __init__(self, program) -> None:
-        code = program.code
-        ops, forms, offsets = code[:, 0], code[:, 4].astype(np.int64), code[:, 3].astype(np.int64)
-        self.shared = np.isin(ops, SHARED_ACCESS)
-        self.there = self.shared | np.isin(ops, GLOBAL_ACCESS)
-        self.generic = np.isin(ops, (pg.OP_LD, pg.OP_ST, pg.OP_ATOM_G))
-        self.any_generic = bool(self.generic.any())
-        self.store = np.isin(ops, STORES)
-        self.atomic = np.isin(ops, (pg.OP_ATOM_G, pg.OP_ATOM_S))
-        self.size = np.where(self.atomic, 4, np.maximum(1, forms >> 4 & 15) << (forms & 3))
-        self.offset = np.where(offsets >> 31 != 0, offsets - (1 << 32), offsets)
-        line = np.array([ins.line for ins in program.instructions])
-        self.lines = np.unique(line[self.there])  # PTX lines with memory instructions
-        self.of = np.searchsorted(self.lines, line) * self.there  # index into `lines`, by record
-
-
-class Looks:
-    """The sampled accesses of one run."""
-
-    def __init__(self, instructions: Instructions) -> None:
-        self.instructions = instructions
-        self.notes = address_trace.Notes(np.where(instructions.there, LOOKS, 0))
-
-    def accesses(
-        self, starts: list[int], ctas: list[int], traces: list, places: dict[int, tuple[int, int]] | None = None
-    ) -> dict[int, Access]:
-        """Returns the accesses by PTX line. starts: addresses of the tensors; ctas: the CTA of each warp; traces: for
-        each CTA, the trace that gets its traffic; places: the block and the number of the machine instruction that a
-        PTX line became."""
-        rows = self.notes.rows()
-        known = self.instructions
-        if places and len(rows):
-            blocks, numbers = np.array([places.get(line, (-1, 0)) for line in known.lines.tolist()]).T
-            records = rows[:, address_trace.RECORD]
-            of = known.of[records]
-            rows = rows[in_machine_order(rows[:, address_trace.WARP], records, blocks[of], numbers[of])]
-        if known.any_generic:  # local memory is private
-            local = rows[:, address_trace.LANES :].max(1) >= pg.LOCAL_WINDOW
-            rows = rows[~(known.generic[rows[:, address_trace.RECORD]] & local)]
-        if not len(rows):
-            return {}
-        records, active, warps, steps, first = rows[:, : address_trace.LANES + 1].T.copy()
-        sizes, offsets = known.size[records], known.offset[records]
-        first += offsets
-        nbytes = 32 * sizes
-        lanes = None
-        if (active != pg.ALL).any():
-            lanes = active[:, None] >> np.arange(32) & 1
-            first = rows[np.arange(len(rows)), address_trace.LANES + lanes.argmax(1)] + offsets
-            nbytes = sizes * lanes.sum(1)
-
-        def addresses(those: np.ndarray) -> np.ndarray:
-            """Gives inactive lanes the address of an active one."""
-            found = rows[those, address_trace.LANES :] + offsets[those, None]
-            return found if lanes is None else np.where(lanes[those] == 1, found, first[those, None])
-
-        shared = known.shared[records]
-        if known.any_generic:
-            shared |= known.generic[records] & (first >= pg.SHARED_WINDOW)
-        units, missed, distant, asked_lines, turns, joined, later, along, jumps = np.zeros((9, len(rows)), np.int64)
-        for size in set(sizes[shared].tolist()):
-            those = (shared & (sizes == size)).nonzero()[0]
-            units[those] = wavefronts(addresses(those), size)
-        of, count = known.of[records], len(known.lines)
-        looks = np.bincount(of, minlength=count).tolist()
-        out = [Access() if n else None for n in looks]
-        often = self._executed()
-        those = (~shared).nonzero()[0]
-        if len(those):
-            tensor = np.searchsorted(starts, first[those], "right") - 1
-            shift = shifts(starts)[tensor]
-            atomic = known.atomic[records[those]]
-            store = known.store[records[those]] | atomic
-            cta = np.array(ctas)[warps[those]]
-            step, ends = steps[those], None
-            if (active[those] == pg.ALL).all() and 0 <= step.min() and step.max() <= SECTOR:
-                ends = (first[those] + shift)[:, None] + 31 * np.outer(step, (0, 1))
-            units[those], missed[those], distant[those], asked_lines[those] = sectors_of(
-                ends, lambda: addresses(those) + shift[:, None], store, cta, turns_of(warps)[those]
-            )
-            load = those[~store]
-            even = (active[load] == pg.ALL) & (abs(steps[load]) < address_trace.NO_STEP >> 8)
-            turns[load] = held_wavefronts(
-                np.where(even, steps[load], 0), even, sizes[load], lambda k: addresses(load[k])
-            )
-            if atomic.any():
-                added = those[atomic]
-                on = lanes[added] == 1 if lanes is not None else np.ones((len(added), 32), bool)
-                more = np.rint(REPEATED * repeated(addresses(added) + shift[atomic, None], on)).astype(np.int64)
-                units[added] += more
-                uneven = (units[added] > MANY_SECTORS) & (steps[added] == address_trace.NO_STEP)
-                units[added] = np.rint(units[added] * np.where(uneven, UNEVEN, 1.0))
-                missed[added] = units[added]
-            which = warps[those] * len(known.of) + records[those]
-            same = cta * len(known.of) + records[those]
-            joined[those] = joins(same, turns_of(which), first[those] + shift >> 5, missed[those])
-            order, at = turns_of(warps)[those], first[those] + shift >> 6
-            later[those] = (asked_lines[those] == 1) & ~store & comes_later(cta, order, at)
-            step = steps_of(which, first[those])
-            along[those] = store & (step > 0) & (step <= ROW_STEP)
-            jumps[those] = ~store & (abs(step) >= DEVICE_PAGE)
-            tensors = len(starts) + 1
-            keys = ((of[those] * tensors + tensor + 1) * 3 + store + atomic) * len(traces) + cta
-            lone = (~store & (units[those] < PARTS_OF_LINES * asked_lines[those])).nonzero()[0]
-            for key in np.unique(tensor[lone] * len(traces) + cta[lone]).tolist():
-                at, k = divmod(key, len(traces))
-                mine = lone[(tensor[lone] == at) & (cta[lone] == k)]
-                times = np.mean([often[line] for line in of[those[mine]].tolist()])
-                words = addresses(those[mine]) + shift[mine, None]
-                traces[k].traffic[at, "read span"] = int(words.max() - words.min()) + 1
-                blocks = np.unique(words >> 6)
-                traces[k].traffic[at, "read blocks"] += round(len(blocks) * float(times))
-            asked = np.bincount(keys, units[those])
-            found = asked.nonzero()[0]
-            sums = found, asked[found], *(np.bincount(keys, x[those])[found] for x in (missed, asked_lines))
-            for key, all_, new, lines in zip(*(x.astype(int).tolist() for x in sums)):
-                key, k = divmod(key, len(traces))
-                line, at, way = key // 3 // tensors, key // 3 % tensors - 1, WAYS[key % 3]
-                out[line].space = SPACES[key % 3]
-                out[line].tensors[at] += all_
-                traces[k].traffic[at, way] += round(32 * new * often[line])
-                traces[k].traffic[at, f"{way} lines"] += round(lines * new / all_ * often[line])
-        fetches = (missed > 0) | (joined > 0)
-        looked = (
-            units,
-            asked_lines,
-            turns,
-            missed,
-            distant,
-            fetches,
-            distant > 0,
-            fetches & (later > 0),
-            along,
-            jumps,
-            nbytes,
-        )
-        totals = [np.bincount(of, x, count).astype(int).tolist() for x in looked]
-        for a, n, times, *a_sums in zip(out, looks, often, *totals):
-            if n:
-                a.looks, a.ran = n, round(n * times)
-                a.units, a.lines, a.wavefronts, a.missed, a.distant, a.missing, a.again, *a_sums = a_sums
-                a.later, a.along, a.jumps, a.bytes = a_sums
-        return {line: a for line, a in zip(known.lines.tolist(), out) if a is not None}
-
-    def _executed(self) -> list[float]:
-        """Returns how many executions a look at each PTX line represents."""
-        known = self.instructions
-        left = np.array(self.notes.left)[:, known.there]
-        if left.min(initial=0) >= 0:  # all were sampled
-            return [1.0] * len(known.lines)
-        ran, seen = (np.bincount(known.of[known.there], (LOOKS - x).sum(0)) for x in (left, np.maximum(left, 0)))
-        return (ran / np.maximum(seen, 1)).tolist()
 
 
 def in_machine_order(warps: np.ndarray, records: np.ndarray, blocks: np.ndarray, numbers: np.ndarray) -> np.ndarray:

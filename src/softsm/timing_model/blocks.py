@@ -16,7 +16,7 @@ from softsm.engine import program as pg
 from softsm.engine.blocks import NO_LOOP
 from softsm.engine.blocks import Blocks as NativeBlocks
 from softsm.engine.launch import Kernel
-from softsm.timing_model.accesses import Instructions
+from softsm.timing_model.looks import Instructions
 from softsm.timing_model.loops import depths
 
 

@@ -23,9 +23,10 @@ from softsm.errors import Deadlock
 from softsm.memory.mbarrier import Mbarrier
 from softsm.ptx.roles import role_of
 from softsm.timing_model import address_trace, sass, scout
-from softsm.timing_model.accesses import ALIGNED, ZEROS, Access, Looks, shifts
+from softsm.timing_model.accesses import ALIGNED, ZEROS, Access, shifts
 from softsm.timing_model.blocks import Blocks, known_of
 from softsm.timing_model.follow import CannotFollow
+from softsm.timing_model.looks import Looks
 from softsm.timing_model.machine import (
     ARRIVAL,
     BAR,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import softsm
-from softsm.timing_model import accesses
+from softsm.timing_model import accesses, looks
 
 LANES = np.arange(32)
 
@@ -261,7 +261,7 @@ def test_atomic_operations_here_and_there_use_slices_unevenly() -> None:
         return next(a.units for a in timer.predictions[0].trace.access.values() if a.space == "atomic")
 
     assert sectors(LANES * 8) == 32  # in step
-    assert sectors(np.random.default_rng(1).permutation(LANES * 8)) == 32 * accesses.UNEVEN
+    assert sectors(np.random.default_rng(1).permutation(LANES * 8)) == 32 * looks.UNEVEN
 
 
 IN_SHARED = """

@@ -7,8 +7,7 @@ import pytest
 
 import softsm
 from softsm.engine import program as pg
-from softsm.timing_model import accesses as accesses_module
-from softsm.timing_model import address_trace
+from softsm.timing_model import address_trace, looks
 
 PTX = """
 .version 8.6 .target sm_90a .address_size 64
@@ -83,19 +82,19 @@ def test_where_the_host_has_a_tensor_does_not_count(offset) -> None:
 
 def test_traffic_counts_what_was_not_looked_at() -> None:
     """A launch looks at the first addresses of an instruction only; the bytes it asks for are those of all."""
-    turns = accesses_module.LOOKS + 200
+    turns = looks.LOOKS + 200
     trace = traced(turns)
     load = trace.access[line_of("ld.global")]
-    assert (load.looks, load.ran) == (accesses_module.LOOKS, turns)
+    assert (load.looks, load.ran) == (looks.LOOKS, turns)
     assert sum(n for (_, way), n in trace.clusters[0].traffic.items() if way == "read") == turns * 128
 
 
 def test_every_warp_is_looked_at() -> None:
     """They run one after the other and ask for the same: the first does not use up all looks, and bytes come once."""
-    turns = 2 * accesses_module.LOOKS
+    turns = 2 * looks.LOOKS
     trace = traced(turns, 128, ptx=PTX.replace("%tid.x;", "%tid.x; and.b32 %t, %t, 31;"))
     load = trace.access[line_of("ld.global")]
-    assert (load.looks, load.ran) == (4 * accesses_module.LOOKS, 4 * turns)
+    assert (load.looks, load.ran) == (4 * looks.LOOKS, 4 * turns)
     assert load.missing == load.looks  # all four wait for what one of them fetches
     assert sum(n for (_, way), n in trace.clusters[0].traffic.items() if way == "read") == turns * 128
 
