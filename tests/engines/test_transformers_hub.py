@@ -27,7 +27,7 @@ pytestmark = [needs("kernels"), pytest.mark.slow]
 
 NAME = "dsv4/dsv4-flash"
 VERSIONS = ("5.17.0", "5.22.2")
-TESTS = ("test_transformers_serving.py", "test_transformers_dense.py", "test_transformers.py")
+TESTS = ("test_transformers_serving.py", "test_transformers_dense.py", "test_transformers.py", "test_deepseek_v41.py")
 # gpt-oss takes names from a list of its own, without a word for others. LOCAL_KERNELS puts dsv4 behind one of them.
 LISTED = "kernels-community/vllm-flash-attn3"
 
