@@ -96,106 +96,136 @@ def define_operation(
     its outputs; its options are those of the forward pass. tensors: their schema. forward: from the tensors by name to
     the operation of the forward pass, one of the `public` ones.
     """
-    count, made = len(op.tensors) - 4, len(op.outputs)
-    nothing = (None,) * made
+    learned = Learned(name, op, forward)
+    options = ", ".join(schema(op.options, defaults=False).values())
+    outputs = ", ".join(["Tensor"] * len(op.outputs))
+    define(
+        name,
+        f"{tensors}, {options}, str backend",
+        "(Tensor, Tensor)",
+        (learned.kernel, learned.fake),
+        f"Tensor? dout, Tensor? dlse, {tensors}, Tensor out, Tensor lse, {options}, str backend, bool[] asked",
+        f"({outputs})",
+        (learned.backward_kernel, learned.backward_fake),
+        learned.save,
+        learned.gradients,
+    )
+    for one in public:
+        places = tuple(n for n, x in enumerate(one.tensors) if x in op.tensors[: len(op.outputs)])
+        operators.TRAINING[one.name] = operators.Training(places, learned.call)
 
-    def run(one: Operation, tensors: Sequence, options: Any, backend: str) -> tuple:
-        by_name = dict(zip(op.tensors, tensors))
-        of_one = [by_name.get(name) for name in one.tensors]  # missing tensors have no gradient, and are None
-        return tuple(calls.run(one, Given(of_one, options, (True, True), (None, None)), backend))
 
-    def kernel(*inputs: Any) -> tuple:
-        tensors = inputs[:count]
-        return run(forward(dict(zip(op.tensors, tensors))), tensors, op.options(*inputs[count:-1]), inputs[-1])
+class Learned:
+    """The functions of `define_operation`. The arguments of X_training are all tensors, the options and the backend."""
 
-    def fake(*inputs: Any) -> tuple:
-        by_name = dict(zip(op.tensors, inputs[:count]))
-        one = forward(by_name)
-        arguments = one.named([by_name.get(x) for x in one.tensors], op.options(*inputs[count:-1]))
+    def __init__(self, name: str, op: Operation, forward: Callable[[dict[str, Any]], Operation]):
+        self.name, self.op, self.forward = name, op, forward
+        self.count, self.made = len(op.tensors) - 4, len(op.outputs)
+        self.nothing = (None,) * self.made
+        self.recorded = _recorded(self)
+
+    def call(self, one: Operation, tensors: Sequence, options: Any, backend: str, plain: bool) -> tuple:
+        ordered = [tensors[one.tensors.index(x)] if x in one.tensors else None for x in self.op.tensors[: self.count]]
+        if plain:
+            return self.recorded.apply(one, options, backend, *ordered)
+        return training(self.name, plain, *ordered, *options, backend)
+
+    # ---- the forward pass ----
+
+    def run(self, one: Operation, tensors: Sequence, options: Any, backend: str) -> tuple:
+        given = Given(self.of(one, tensors), options, (True, True), (None, None))
+        return tuple(calls.run(one, given, backend))
+
+    def of(self, one: Operation, tensors: Sequence) -> list[Tensor | None]:
+        """Return the tensors of this operation. Missing ones have no gradient, and are None."""
+        by_name = dict(zip(self.op.tensors, tensors))
+        return [by_name.get(name) for name in one.tensors]
+
+    def parted(self, inputs: Sequence) -> tuple[Operation, Sequence, Any]:
+        """Return the operation of the forward pass, all tensors and the options of an operator's arguments."""
+        tensors = inputs[: self.count]
+        one = self.forward(dict(zip(self.op.tensors, tensors)))
+        return one, tensors, self.op.options(*inputs[self.count : -1])
+
+    def kernel(self, *inputs: Any) -> tuple:
+        return self.run(*self.parted(inputs), inputs[-1])
+
+    def fake(self, *inputs: Any) -> tuple:
+        one, tensors, options = self.parted(inputs)
+        arguments = one.named(self.of(one, tensors), options)
         one.build(**arguments)
         return tuple(one.empty(arguments, (True, True)))
 
-    def keep(ctx: Any, tensors: Sequence, output: tuple, options: Any, backend: str) -> None:
+    def keep(self, ctx: Any, tensors: Sequence, output: tuple, options: Any, backend: str) -> None:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *output)
         ctx.options, ctx.backend = options, backend
 
-    def save(ctx: Any, inputs: tuple, output: tuple) -> None:
-        keep(ctx, inputs[:count], output, op.options(*inputs[count:-1]), inputs[-1])
+    def save(self, ctx: Any, inputs: tuple, output: tuple) -> None:
+        self.keep(ctx, inputs[: self.count], output, self.op.options(*inputs[self.count : -1]), inputs[-1])
 
-    def backward(
-        dout: Tensor | None, dlse: Tensor | None, saved: Sequence, options: Any, backend: str, asked: Sequence[bool]
-    ) -> list[Tensor | None]:
-        dout = torch.zeros_like(saved[count]) if dout is None else dout
-        return calls.run(op, Given((*saved, dout, dlse), options, tuple(asked), nothing), backend)
+    # ---- the backward pass ----
 
-    def backward_kernel(dout: Tensor | None, dlse: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
-        *saved, backend, asked = rest
-        found = backward(dout, dlse, saved[: count + 2], op.options(*saved[count + 2 :]), backend, asked)
-        return tuple(torch.empty(0, device=saved[0].device) if x is None else x for x in found)
-
-    def backward_fake(dout: Tensor | None, dlse: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
-        *saved, _, asked = rest
-        tensors, options = saved[: count + 2], op.options(*saved[count + 2 :])
-        return tuple(op.empty(op.named((*tensors, dout, dlse), options), asked))
+    def gradients(self, ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
+        rest = (None,) * (self.count - self.made + len(self.op.options._fields) + 1)
+        return *self.gradients_of(ctx, dout, dlse, ctx.needs_input_grad[: self.made]), *rest
 
     def gradients_of(
-        ctx: Any, dout: Tensor | None, dlse: Tensor | None, asked: Sequence[bool]
+        self, ctx: Any, dout: Tensor | None, dlse: Tensor | None, asked: Sequence[bool]
     ) -> Sequence[Tensor | None]:
         if dout is None and dlse is None:
-            return nothing
+            return self.nothing
         options, saved = ctx.options, ctx.saved_tensors
         if torch.are_deterministic_algorithms_enabled():
             options = options._replace(deterministic=True)
         plain = operators.all_plain(saved) and operators.all_plain((dout, dlse)) and not saved[0].is_meta
         # In grad mode a program may request the gradient of this gradient.
         if torch.is_grad_enabled() or operators.observed() or not plain:
-            operator = getattr(torch.ops.dsv4, f"{name}_backward")
+            operator = getattr(torch.ops.dsv4, f"{self.name}_backward")
             found = operator(dout, dlse, *saved, *options, ctx.backend, list(asked))
             return [or_none(x, want) for x, want in zip(found, asked)]
-        return backward(dout, dlse, saved, options, ctx.backend, asked)
+        return self.backward(dout, dlse, saved, options, ctx.backend, asked)
 
-    def gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
-        rest = (None,) * (count - made + len(op.options._fields) + 1)
-        return *gradients_of(ctx, dout, dlse, ctx.needs_input_grad[:made]), *rest
+    def backward(
+        self,
+        dout: Tensor | None,
+        dlse: Tensor | None,
+        saved: Sequence,
+        options: Any,
+        backend: str,
+        asked: Sequence[bool],
+    ) -> list[Tensor | None]:
+        dout = torch.zeros_like(saved[self.count]) if dout is None else dout
+        return calls.run(self.op, Given((*saved, dout, dlse), options, tuple(asked), self.nothing), backend)
+
+    def backward_kernel(self, dout: Tensor | None, dlse: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+        *saved, backend, asked = rest
+        tensors, options = saved[: self.count + 2], self.op.options(*saved[self.count + 2 :])
+        found = self.backward(dout, dlse, tensors, options, backend, asked)
+        return tuple(torch.empty(0, device=saved[0].device) if x is None else x for x in found)
+
+    def backward_fake(self, dout: Tensor | None, dlse: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+        *saved, _, asked = rest
+        tensors, options = saved[: self.count + 2], self.op.options(*saved[self.count + 2 :])
+        return tuple(self.op.empty(self.op.named((*tensors, dout, dlse), options), asked))
+
+
+def _recorded(learned: Learned) -> type[torch.autograd.Function]:
+    """Return both operators as one function of autograd, for plain tensors; torch inspects each of its arguments."""
 
     class Recorded(torch.autograd.Function):
-        """Both operators as one function of autograd, for plain tensors; torch inspects each of its arguments."""
-
         @staticmethod
         def forward(ctx: Any, one: Operation, options: Any, backend: str, *tensors: Any) -> tuple:
-            output = run(one, tensors, options, backend)
-            keep(ctx, tensors, output, options, backend)
+            output = learned.run(one, tensors, options, backend)
+            learned.keep(ctx, tensors, output, options, backend)
             return output
 
         @staticmethod
         def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple:
-            found = gradients_of(ctx, dout, dlse, ctx.needs_input_grad[3 : 3 + made])
-            return None, None, None, *found, *(None,) * (count - made)
+            found = learned.gradients_of(ctx, dout, dlse, ctx.needs_input_grad[3 : 3 + learned.made])
+            return None, None, None, *found, *(None,) * (learned.count - learned.made)
 
-    options = ", ".join(schema(op.options, defaults=False).values())
-    outputs = ", ".join(["Tensor"] * made)
-    define(
-        name,
-        f"{tensors}, {options}, str backend",
-        "(Tensor, Tensor)",
-        (kernel, fake),
-        f"Tensor? dout, Tensor? dlse, {tensors}, Tensor out, Tensor lse, {options}, str backend, bool[] asked",
-        f"({outputs})",
-        (backward_kernel, backward_fake),
-        save,
-        gradients,
-    )
-
-    def call(one: Operation, tensors: Sequence, options: Any, backend: str, plain: bool) -> tuple:
-        ordered = [tensors[one.tensors.index(x)] if x in one.tensors else None for x in op.tensors[:count]]
-        if plain:
-            return Recorded.apply(one, options, backend, *ordered)
-        return training(name, plain, *ordered, *options, backend)
-
-    for one in public:
-        places = tuple(n for n, x in enumerate(one.tensors) if x in op.tensors[:made])
-        operators.TRAINING[one.name] = operators.Training(places, call)
+    return Recorded
 
 
 def gradient_like(x: Tensor | None, want: bool) -> Tensor:
