@@ -24,7 +24,7 @@ from softsm import accepted
 from softsm.engine import processes, tensor_waits
 from softsm.engine import program as pg
 from softsm.engine.assemble import Assembler, load_chapters, micro_numbers
-from softsm.engine.options import current_options
+from softsm.engine.options import Options, current_options
 from softsm.engine.scheduler import Machine
 from softsm.engine.special_registers import special_value
 from softsm.engine.warps import Cta
@@ -77,6 +77,40 @@ def load(ptx: str, name: str | None = None) -> Kernel:
         known = ", ".join(f.name for f in module.functions.values() if f.entry) or "none"
         raise PtxError(f"name: got {name!r}, the module has these entries: {known}")
     return Kernel(module, entries[0], any(x.races for x in current_options().sessions))  # it is launched there next
+
+
+def one_memory(memories: list) -> GlobalMemory:
+    """Returns the first GPU's memory, with the allocations of the others: GPUs can access each other's memory."""
+    for given in memories:
+        if given is not None and not isinstance(given, GlobalMemory):
+            accepted.refuse("memory", given, "None and a GlobalMemory")
+    memory = memories[0] or GlobalMemory()
+    for other in memories[1:]:
+        for a in other.allocations if other is not None else ():
+            memory.add(a.start, a.size, a.name, a)
+    multicast.add_members(memory)
+    return memory
+
+
+def run(machine: Machine, kernels: list[Kernel]) -> None:
+    """Runs a launch to its end. Its observer learns how it ends."""
+    observer = machine.observer
+    with no_garbage():  # no collection until the launch's objects are freed
+        try:
+            machine.run()
+        except BaseException as failure:
+            if observer is not None:
+                observer.ended(failure)
+            raise
+        else:
+            if observer is not None:
+                observer.ended(None)
+            machine.global_memory.check_copies()
+        finally:
+            Kernel.executed += machine.steps
+            machine.close()
+            for x in kernels:
+                x.keep_few_files()
 
 
 class Kernel:
@@ -166,6 +200,32 @@ class Kernel:
     ) -> Machine:
         """Runs the same grid on all GPUs at the same time, each with its kernel and arguments. The kernels, of which
         this is the first, are equal or compiled from one source with different constants. None: the GPU is idle."""
+        chosen = self.chosen(changes)
+        races = any(x.races for x in chosen.sessions)
+        kernels = [x and x.assembled(races) for x in kernels]
+        if races != self.checking:
+            return self.assembled(races).launch_together(kernels, grid, block, args, memories, shared, cluster, changes)
+        grid, block, cluster = self.sides(grid, block, cluster)
+        self.check_shared(shared)
+        memory = one_memory(memories)
+        parameters = [None if x is None else x.pack(values, memory) for x, values in zip(kernels, args)]
+        present = [x for x in dict.fromkeys(kernels) if x is not None]
+        if self.checking and len(present) > 1 and any(x.products.works for x in present):
+            raise ValueError(
+                f"ranks: {self.name} has tcgen05.mma and was compiled for each rank, which cannot be checked; name the "
+                "rank in @gluon.jit(do_not_specialize=[...])"
+            )
+        for name, raw in (item for x in present for item in x.variables.items()):
+            memory.add(raw.ctypes.data, raw.nbytes, f"variable {name}", raw)
+        for buffer in (x for x in parameters if x is not None):
+            memory.add(buffer.ctypes.data, buffer.nbytes, PARAMETERS, buffer)
+        machine = Machine(kernels, grid, block, shared, cluster, memory, parameters, chosen)
+        if machine.left:
+            run(machine, present)
+        return machine
+
+    def chosen(self, changes: dict) -> Options:
+        """Returns the options of a launch."""
         unknown = [name for name in changes if name not in CHANGES]
         if unknown:
             raise TypeError(
@@ -176,10 +236,10 @@ class Kernel:
             chosen = replace(chosen, sessions=tuple(x for x in chosen.sessions if not x.needs_values))
         for session in chosen.sessions:
             chosen = session.options(chosen)
-        races = any(x.races for x in chosen.sessions)
-        kernels = [x and x.assembled(races) for x in kernels]
-        if races != self.checking:
-            return self.assembled(races).launch_together(kernels, grid, block, args, memories, shared, cluster, changes)
+        return chosen
+
+    def sides(self, grid, block, cluster) -> tuple[tuple[int, ...], ...]:
+        """Returns the three sides of each; ValueError if the kernel cannot be launched so."""
         grid, block = accepted.sides("grid", grid), accepted.sides("block", block, BLOCK_SIDES, least=1)
         cluster = self.function.directives.get("reqnctapercluster", cluster)
         cluster = accepted.sides("cluster", cluster, CLUSTER_SIDES, least=1)
@@ -193,49 +253,13 @@ class Kernel:
             raise ValueError(f"block: got {block}, the kernel requires {required} (.reqntid)")
         if any(g % c for g, c in zip(grid, cluster)):
             raise ValueError(f"grid: got {grid}, each side must be a multiple of the cluster {cluster}")
+        return grid, block, cluster
+
+    def check_shared(self, shared: int) -> None:
         total = accepted.whole("shared", shared, 0) + self.program.shared_static
         if total > CTA_SHARED:
             static = self.program.shared_static
             raise ValueError(f"shared: got {shared} bytes and {static} static ones; a CTA has {CTA_SHARED}")
-        for given in memories:
-            if given is not None and not isinstance(given, GlobalMemory):
-                accepted.refuse("memory", given, "None and a GlobalMemory")
-        memory = memories[0] or GlobalMemory()
-        for other in memories[1:]:  # GPUs can access each other's memory
-            for a in other.allocations if other is not None else ():
-                memory.add(a.start, a.size, a.name, a)
-        multicast.add_members(memory)
-        parameters = [None if x is None else x.pack(values, memory) for x, values in zip(kernels, args)]
-        present = [x for x in dict.fromkeys(kernels) if x is not None]
-        if self.checking and len(present) > 1 and any(x.products.works for x in present):
-            raise ValueError(
-                f"ranks: {self.name} has tcgen05.mma and was compiled for each rank, which cannot be checked; name the "
-                "rank in @gluon.jit(do_not_specialize=[...])"
-            )
-        for name, raw in (item for x in present for item in x.variables.items()):
-            memory.add(raw.ctypes.data, raw.nbytes, f"variable {name}", raw)
-        for buffer in (x for x in parameters if x is not None):
-            memory.add(buffer.ctypes.data, buffer.nbytes, PARAMETERS, buffer)
-        machine = Machine(kernels, grid, block, shared, cluster, memory, parameters, chosen)
-        observer = machine.observer
-        if machine.left:
-            with no_garbage():  # no collection until the launch's objects are freed
-                try:
-                    machine.run()
-                except BaseException as failure:
-                    if observer is not None:
-                        observer.ended(failure)
-                    raise
-                else:
-                    if observer is not None:
-                        observer.ended(None)
-                    memory.check_copies()
-                finally:
-                    Kernel.executed += machine.steps
-                    machine.close()
-                    for x in present:
-                        x.keep_few_files()
-        return machine
 
     def pack(self, args, memory: GlobalMemory) -> np.ndarray:
         """Returns the parameter buffer, 64-byte aligned. Storages of array arguments become known allocations."""
