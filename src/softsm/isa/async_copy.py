@@ -7,16 +7,8 @@ import numpy as np
 from softsm.engine.in_flight import AsyncOp
 from softsm.isa import copy_kernels
 from softsm.isa.copying import global_view, start, waited
-from softsm.isa.mbarriers import (
-    SHARED_SPACES,
-    Issuer,
-    barrier_at,
-    lanes,
-    located,
-    shared_address,
-    shared_bytes,
-    shared_operand,
-)
+from softsm.isa.mbarriers import SHARED_SPACES, barrier_at
+from softsm.isa.operands import Issuer, lanes, located, shared_address, shared_bytes, shared_operand
 from softsm.memory.mbarrier import Mbarrier
 from softsm.ptx.ast import Imm
 

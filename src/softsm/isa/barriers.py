@@ -11,7 +11,7 @@ from softsm.engine import program as pg
 from softsm.engine.program import POLLED, SEEN, Blocked
 from softsm.engine.warps import Fragment
 from softsm.isa import cluster_launch, mbarriers  # imported because they register their instructions
-from softsm.isa.mbarriers import lanes, set_predicate
+from softsm.isa.operands import lanes, set_predicate
 from softsm.isa.registry import lowers
 from softsm.isa.warp import converge
 from softsm.memory.waitable import Waitable

@@ -13,7 +13,8 @@ import numpy as np
 
 from softsm.engine.emitter import Emitter
 from softsm.isa.copying import global_view, start, waited
-from softsm.isa.mbarriers import Issuer, barrier_at, lanes, located, shared_address, shared_bytes, shared_operand
+from softsm.isa.mbarriers import barrier_at
+from softsm.isa.operands import Issuer, lanes, located, shared_address, shared_bytes, shared_operand
 from softsm.isa.typed import needs_target
 from softsm.memory.box_copy import combine
 from softsm.ptx.ast import Imm, Instruction

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from softsm.isa.mbarriers import lanes
+from softsm.isa.operands import lanes
 from softsm.isa.registry import lowers
 from softsm.ptx.ast import Imm
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from softsm.isa.bulk_copy import COMPLETE_TX, destinations
 from softsm.isa.copying import start
-from softsm.isa.mbarriers import Issuer, lanes, set_predicate, shared_address, shared_operand
+from softsm.isa.operands import Issuer, lanes, set_predicate, shared_address, shared_operand
 from softsm.isa.registry import lowers
 from softsm.isa.typed import needs_target
 from softsm.ptx.ast import Sink, Vector

@@ -14,7 +14,7 @@ from softsm.engine.emitter import Emitter
 from softsm.engine.program import POLLED, Blocked
 from softsm.engine.warps import Fragment
 from softsm.errors import Fault
-from softsm.isa.mbarriers import uniform
+from softsm.isa.operands import uniform
 from softsm.isa.registry import lowers
 from softsm.memory.waitable import Waitable
 from softsm.ptx.ast import Call, Imm, Instruction, Reg, Symbol

@@ -12,7 +12,7 @@ import numpy as np
 
 from softsm.engine.in_flight import AsyncOp
 from softsm.errors import Fault
-from softsm.isa.mbarriers import located
+from softsm.isa.operands import located
 
 
 def attributed(w, effects: Callable[[], None]) -> Callable[[], None]:

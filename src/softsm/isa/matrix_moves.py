@@ -15,7 +15,7 @@ import numpy as np
 from softsm import formats
 from softsm.engine import program as pg
 from softsm.engine.warps import Cta
-from softsm.isa.mbarriers import located, shared_address, shared_operand
+from softsm.isa.operands import located, shared_address, shared_operand
 from softsm.isa.registry import lowers
 from softsm.isa.tensor_memory import exactly, finish, rows_index, take
 from softsm.isa.typed import needs_target

@@ -13,7 +13,7 @@ from softsm.engine import program as pg
 from softsm.engine.emitter import Emitter
 from softsm.engine.program import SEEN
 from softsm.isa import bulk_copy
-from softsm.isa.mbarriers import lanes, located
+from softsm.isa.operands import lanes, located
 from softsm.isa.registry import lowers
 from softsm.isa.typed import needs_target
 from softsm.ptx.ast import Address, Imm, Instruction, Sink, Symbol, Vector

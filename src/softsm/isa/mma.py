@@ -12,7 +12,7 @@ import numpy as np
 
 from softsm.engine.emitter import Emitter
 from softsm.isa import fragments, sparsity, tensor_core
-from softsm.isa.mbarriers import located
+from softsm.isa.operands import located
 from softsm.isa.registry import lowers
 from softsm.isa.tensor_kernels import warp_product
 from softsm.isa.tensor_memory import take

@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 
 from softsm.engine import lanes as ln
-from softsm.isa.mbarriers import lanes, located
 from softsm.isa.memory import LOG, VECTOR, address_of, rows_of
+from softsm.isa.operands import lanes, located
 from softsm.isa.registry import lowers
 from softsm.isa.typed import needs_target
 from softsm.memory import multicast

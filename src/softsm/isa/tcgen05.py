@@ -21,7 +21,7 @@ from softsm.isa import product_chain, tensor_copy, tensor_core
 from softsm.isa import tensor_memory as isa
 from softsm.isa.instruction_descriptor import BLOCK_SCALED, K_OF_KIND, InstructionDescriptor
 from softsm.isa.instruction_descriptor import decode as decode_instruction
-from softsm.isa.mbarriers import lanes
+from softsm.isa.operands import lanes
 from softsm.isa.tcgen05_product import A_COLUMNS, Plan, Product, metadata_columns, perform, plan_of, rows_of
 from softsm.memory import swizzle
 from softsm.memory import tensor_memory as tm

@@ -14,7 +14,8 @@ from typing import NamedTuple
 from softsm import formats
 from softsm.engine import program as pg
 from softsm.engine.in_flight import AsyncOp
-from softsm.isa.mbarriers import Issuer, barrier_at, lanes, located, shared_address, shared_operand
+from softsm.isa.mbarriers import barrier_at
+from softsm.isa.operands import Issuer, lanes, located, shared_address, shared_operand
 from softsm.isa.tensor_memory import exactly, finish, form, group_ctas, strict, take, take_group
 from softsm.memory import swizzle
 from softsm.memory import tensor_memory as tm

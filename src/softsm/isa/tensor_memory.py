@@ -17,7 +17,7 @@ from softsm.engine.emitter import Emitter
 from softsm.engine.in_flight import AsyncOp
 from softsm.engine.program import Blocked
 from softsm.errors import Fault
-from softsm.isa.mbarriers import agreed, located, shared_address, shared_bytes, shared_operand
+from softsm.isa.operands import agreed, located, shared_address, shared_bytes, shared_operand
 from softsm.isa.registry import lowers
 from softsm.memory import tensor_memory as tm
 from softsm.ptx.ast import Imm, Instruction

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from softsm.isa.mbarriers import lanes, located, shared_address, shared_bytes, shared_operand
+from softsm.isa.operands import lanes, located, shared_address, shared_bytes, shared_operand
 from softsm.isa.registry import lowers
 from softsm.isa.typed import needs_target
 from softsm.memory.tensor_map_image import ALIGNMENT, NBYTES, replace_field

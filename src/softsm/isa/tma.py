@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from softsm.isa.bulk_copy import COMPLETE_TX, INTEGER_OPS, destinations, store_in_two
 from softsm.isa.copying import start
-from softsm.isa.mbarriers import Issuer, lanes, shared_bytes, shared_operand
+from softsm.isa.operands import Issuer, lanes, shared_bytes, shared_operand
 from softsm.isa.typed import needs_target
 from softsm.memory import box_copy
 from softsm.memory.tensor_map import DataType, Swizzle, TensorMap, Wide

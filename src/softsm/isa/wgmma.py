@@ -23,7 +23,7 @@ from softsm.engine.in_flight import AsyncOp, Batch, GroupSequence, Warpgroup
 from softsm.engine.program import Blocked
 from softsm.errors import Fault
 from softsm.isa import sparsity
-from softsm.isa.mbarriers import located
+from softsm.isa.operands import located
 from softsm.isa.registry import lowers
 from softsm.isa.tensor_memory import exactly, finish, take
 from softsm.isa.wgmma_product import Chain, Part, Shape, chains_of, check_footprints, perform, write_registers
