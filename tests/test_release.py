@@ -43,6 +43,9 @@ def test_files_for_github_parse_and_name_what_exists(file: Path) -> None:
 def test_addresses_are_in_one_place() -> None:
     """[project.urls] of pyproject.toml; the site and the other distribution repeat it or read it."""
     projects = [tomllib.loads((ROOT / f / "pyproject.toml").read_text())["project"] for f in (".", "packages/softsm")]
-    assert projects[0].get("urls", {}) == projects[1].get("urls", {})
+    urls = projects[0].get("urls", {})
+    assert urls == projects[1].get("urls", {})
+    notebook = (ROOT / "examples" / "first_steps.ipynb").read_text()
+    assert re.findall(r'ADDRESS = \\"(.*?)\\"', notebook) == [urls.get("Repository", "")]
     for file in ("mkdocs.yml", "CITATION.cff", "SECURITY.md"):
         assert not re.findall(r"https?://\S*(?:github|gitlab)\S*", (ROOT / file).read_text())
