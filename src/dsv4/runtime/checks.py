@@ -39,6 +39,8 @@ def describe(x: Any) -> str:
         return "a nested tensor"
     if isinstance(x, Tensor):
         return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} on {x.device}"
+    if hasattr(x, "dtype") and hasattr(x, "shape") and len(x.shape):  # an array: its values would fill several lines
+        return f"{type(x).__name__} of {x.dtype} {list(x.shape)}"
     # Values of tensors in a container are not printed: they would fill the screen and synchronise a GPU.
     if isinstance(x, dict):
         return f"a dict with the keys {', '.join(map(repr, x))}"[:160]

@@ -87,6 +87,12 @@ def test_a_state_that_compress_did_not_make():
             dsv4.compress(**TOKENS, state=state)
 
 
+def test_an_array_in_place_of_a_tensor_is_named_by_its_dtype_and_shape():
+    q = torch.randn(1, 5, 2, 64)
+    with pytest.raises(ValueError, match=r"^q: got ndarray of float32 \[1, 5, 2, 64\]; accepted: a tensor"):
+        dsv4.fmha(q.numpy(), q, q)
+
+
 def test_numbers_of_numpy_are_numbers():
     q, k = torch.randn(1, 5, 2, 64), torch.randn(1, 9, 2, 64)
     got = dsv4.fmha(q, k, k, window=(np.int64(3), np.int32(0)), softmax_scale=np.float32(0.25))
