@@ -139,14 +139,7 @@ def flash_mla_with_kvcache(
         )
         if is_fp8_kvcache:
             checks.fail("is_fp8_kvcache", True, "False when indices is None: dense decode reads rows of q's dtype")
-        if block_table is None or cache_seqlens is None:
-            missing = "block_table" if block_table is None else "cache_seqlens"
-            checks.fail(missing, None, "an int32 tensor when indices is None")
-        with named(sink="attn_sink", k_pages="k_cache", v_pages="k_cache", lengths="cache_seqlens"):
-            result, lse = fmha_paged(
-                q, k_cache, k_cache, block_table, cache_seqlens, causal=causal, out=out, return_lse=True, **more
-            )
-        return result, _plus_inf(lse)
+        return _dense(q, k_cache, block_table, cache_seqlens, causal=causal, out=out, **more)
     if causal:
         checks.fail("causal", True, "False with indices, which list what is seen")
     window = _pool("k_cache", k_cache, is_fp8_kvcache, use_legacy)
@@ -216,6 +209,18 @@ def flash_mla_sparse_fwd(
         )
     largest = _max_logits(q, rows, lists, topk_length, scale) if return_max_logits else None
     return result, largest, _plus_inf(lse)
+
+
+def _dense(
+    q: Tensor, cache: Tensor, table: Tensor | None, lengths: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Attend to all rows of each sequence."""
+    if table is None or lengths is None:
+        missing = "block_table" if table is None else "cache_seqlens"
+        checks.fail(missing, None, "an int32 tensor when indices is None")
+    with named(sink="attn_sink", k_pages="k_cache", v_pages="k_cache", lengths="cache_seqlens"):
+        result, lse = fmha_paged(q, cache, cache, table, lengths, return_lse=True, **options)
+    return result, _plus_inf(lse)
 
 
 def _absent(accepted: str, **arguments: Any) -> None:
