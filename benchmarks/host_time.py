@@ -136,7 +136,7 @@ def play_a_driver() -> None:
     torch.set_num_threads(1)
     torch.cuda.current_device = lambda: None  # as the index of the CPU device
     launch.ready_launch = ready
-    launch.driver = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: 0))
+    launch.current_stream = lambda device, on_gpu: 0
     dispatch.resolve = lambda backend, device: "cuda"
     dispatch.cuda_target = lambda device: target
     checks.values_checked = lambda x: False
