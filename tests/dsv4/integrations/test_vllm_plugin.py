@@ -112,7 +112,7 @@ def test_not_switched_on_another_version_is_left_alone_and_named(monkeypatch, vl
     assert "off, and cannot be switched on: got vLLM 0.34.0; accepted: 0.32.x and 0.33.x" in said()
 
 
-def configuration(backend=None, kinds=(), model="LlamaForCausalLM", cache_dtype="auto", layers=(), ranks=1):
+def configuration(backend=None, kinds=(), model="LlamaForCausalLM", cache_dtype="auto", layers=(), ranks=1, moe="auto"):
     """A configuration of vLLM, as far as the plug-in looks at it; names of backends are what they are there, members
     of an enumeration."""
     hf = SimpleNamespace(architectures=[model], model_type="a type")
@@ -125,6 +125,7 @@ def configuration(backend=None, kinds=(), model="LlamaForCausalLM", cache_dtype=
         cache_config=SimpleNamespace(cache_dtype=cache_dtype),
         compilation_config=SimpleNamespace(static_forward_context=dict(enumerate(layers))),
         parallel_config=SimpleNamespace(prefill_context_parallel_size=ranks),
+        kernel_config=SimpleNamespace(moe_backend=moe),
     )
 
 
@@ -244,6 +245,25 @@ def test_what_deepseek_v4_1_does_not_have_is_refused_by_name(configured, monkeyp
     with pytest.raises(ValueError, match=why):
         config("DSV4_GLUON", model=V41)
     assert "is on" not in said()
+
+
+@pytest.mark.parametrize("parts, moe, refused", [
+    ("indexer,experts", "deep_gemm_mega_moe", True), ("indexer,experts", "auto", False),
+    ("indexer", "deep_gemm_mega_moe", False),
+])  # fmt: skip
+def test_experts_beside_a_backend_that_would_not_call_them_are_refused(configured, monkeypatch, parts, moe, refused):
+    """vLLM's fused kernels for experts and the exchange between ranks go around its layer of experts."""
+    config, _ = configured
+    monkeypatch.setitem(sys.modules, "vllm.config.kernel", ModuleType("vllm.config.kernel"))
+    sys.modules["vllm.config.kernel"].MEGA_MOE_BACKENDS = frozenset({"deep_gemm_mega_moe"})
+    monkeypatch.setenv("DSV4_VLLM_PARTS", parts)
+    plugin.register()
+    config(model=V4, moe=moe)  # nothing is asked for
+    if refused:
+        with pytest.raises(ValueError, match="--moe-backend: got deep_gemm_mega_moe with experts in DSV4_VLLM_PARTS"):
+            config("DSV4_GLUON", model=V4, moe=moe)
+    else:
+        config("DSV4_GLUON", model=V4, moe=moe)
 
 
 def test_context_parallel_prefill_of_deepseek_v4_1_is_refused_by_name(configured):

@@ -79,8 +79,11 @@ def check(config: Any) -> None:
         refuse("--kv-cache-dtype", config.cache_config.cache_dtype, ", ".join(KV_CACHE_DTYPES[model]))
     if model == "deepseek_v41":
         _check_v41(config)
-    elif rows():
+        return
+    if rows():
         refuse(ROWS_SWITCH, f"{rows()} for DeepSeek-V4", "nothing; V4.1 has other rows")
+    if "experts" in parts():
+        _check_experts(config)
 
 
 def _check_v41(config: Any) -> None:
@@ -93,6 +96,16 @@ def _check_v41(config: Any) -> None:
         refuse("--prefill-context-parallel-size", ranks, "1")
     if "experts" in parts():
         refuse(PARTS_SWITCH, "experts for DeepSeek-V4.1", "indexer, compressor, insertion")
+
+
+def _check_experts(config: Any) -> None:
+    """Reject the backends that also exchange tokens between ranks: vLLM would not call dsv4's experts there, or not
+    exchange."""
+    from vllm.config.kernel import MEGA_MOE_BACKENDS
+
+    backend = config.kernel_config.moe_backend
+    if backend in MEGA_MOE_BACKENDS:
+        refuse("--moe-backend", f"{backend} with experts in {PARTS_SWITCH}", "another one, or none")
 
 
 def own_rows(config: Any) -> bool:
