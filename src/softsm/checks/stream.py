@@ -24,6 +24,11 @@ class Part(NamedTuple):
         """Returns the addresses of the first word that both have, and of the end."""
         return max(start, self.start), min(start + 4 * words, self.start + 4 * len(self.flags))
 
+    def word(self, address: int) -> list[int]:
+        """Returns the address of the word, if it is here."""
+        low, high = self.meeting(address & ~3, 1)
+        return [low] if low < high else []
+
     def between(self, low: int, high: int) -> np.ndarray:
         return self.flags[(low - self.start) // 4 : (high - self.start) // 4]
 

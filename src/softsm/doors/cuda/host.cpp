@@ -9,6 +9,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <vector>
+#include <execinfo.h>
+#include <sys/mman.h>
+#include <ucontext.h>
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -103,7 +106,9 @@ extern "C" [[noreturn]] void __wrap_exit(int status) {
 API int softsm_serves = 0;  // calls of the table that have not returned
 // A bad pointer of the host side, or what std::terminate or free() ends, must not take softsm's findings with it.
 static const int fatal[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT};
-static void crashed(int signal) {
+static bool noted(uintptr_t at, const ucontext_t *context);
+static void crashed(int signal, siginfo_t *what, void *context) {
+    if (signal == SIGSEGV && noted((uintptr_t)what->si_addr, (const ucontext_t *)context)) return;
     if (softsm_serves) {  // not the program
         std::signal(signal, SIG_DFL);
         raise(signal);
@@ -121,7 +126,9 @@ API int softsm_main(const Served *table, int count, char **words) {
     for (auto &f : functions()) served.function(f.symbol, f.name);
     for (auto &v : variables()) served.variable(v.symbol, v.name);
     struct sigaction now = {}, before[sizeof fatal / sizeof *fatal];
-    now.sa_handler = crashed;
+    now.sa_sigaction = crashed, now.sa_flags = SA_SIGINFO;
+    void *frames[1];
+    backtrace(frames, 1);  // loads what it needs, which a handler should not
     for (size_t i = 0; i < sizeof fatal / sizeof *fatal; i++) sigaction(fatal[i], &now, before + i);
     int jumped = sigsetjmp(end, 1), status = jumped ? ended_with : main(count, words);
     for (size_t i = 0; i < sizeof fatal / sizeof *fatal; i++) sigaction(fatal[i], before + i, nullptr);
@@ -132,12 +139,53 @@ API int softsm_main(const Served *table, int count, char **words) {
 }
 API void softsm_flush() { fflush(nullptr); }
 
+// ---- accesses of the host ------------------------------------------------------------------------------------------
+// Pages that work may still use, for all that the host knows, are protected (guards.py). An access is noted, and its
+// page is open from then on.
+
+struct Guard { uintptr_t start, end, readable; };
+struct Access { uintptr_t at, writes, place; };
+static std::vector<Guard> guards;
+API Access softsm_accesses[256] = {};
+API int softsm_accessed = 0;
+API void softsm_guard(const Guard *now, int count) {
+    for (auto &g : guards) mprotect((void *)g.start, g.end - g.start, PROT_READ | PROT_WRITE);
+    guards.assign(now, now + count);
+    for (auto &g : guards) mprotect((void *)g.start, g.end - g.start, g.readable ? PROT_READ : PROT_NONE);
+}
+extern "C" const char _end __attribute__((visibility("hidden")));
+static bool noted(uintptr_t at, const ucontext_t *context) {
+    constexpr uintptr_t PAGE = 4096;
+    bool mine = false, readable = false;
+    for (auto &g : guards)
+        if (g.start <= at && at < g.end) mine = true, readable = readable || g.readable;
+    if (!mine) return false;
+#if defined(__x86_64__)
+    const char *code = (const char *)context->uc_mcontext.gregs[REG_RIP];
+    bool writes = context->uc_mcontext.gregs[REG_ERR] & 2;
+#else
+    const char *code = (const char *)context->uc_mcontext.pc;
+    bool writes = readable;  // other guards do not tell
+#endif
+    void *frames[24];
+    int count = backtrace(frames, 24);
+    const char *own = code + 1;  // as if it were the address behind a call
+    for (int i = 0; i < count && !(own > &__ehdr_start && own < &_end); i++) {
+        const char *frame = (const char *)frames[i];
+        if (frame > &__ehdr_start && frame < &_end && i > 1) own = frame;
+    }
+    if (softsm_accessed < 256)
+        softsm_accesses[softsm_accessed++] = {at, writes, (uintptr_t)(own - &__ehdr_start)};
+    mprotect((void *)(at & ~(PAGE - 1)), PAGE, PROT_READ | PROT_WRITE);
+    return true;
+}
+
 // ---- memory --------------------------------------------------------------------------------------------------------
 
 #undef cudaMalloc
 API cudaError_t cudaMalloc(void **at, size_t size) { return done(served.malloc(at, size, 0, IN_ORDER)); }
 API cudaError_t cudaMallocManaged(void **at, size_t size, unsigned) {
-    return done(served.malloc(at, size, 0, IN_ORDER));
+    return done(served.malloc(at, size, 1, IN_ORDER));
 }
 API cudaError_t cudaMallocAsync(void **at, size_t size, cudaStream_t stream) {
     return HERE, done(served.malloc(at, size, 0, stream));

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from softsm.doors.cuda.compile import Program
+from softsm.doors.cuda.guards import Guards, pages
 from softsm.doors.cuda.streams import DEFAULT, Place, Streams
 from softsm.engine.launch import CTA_SHARED, SM_SHARED, SM_THREADS, Kernel, ctas_per_sm, load
 from softsm.engine.program import SHARED_START
@@ -91,6 +92,7 @@ class Runtime:
         self.failure: BaseException | None = None
         self.serves = INT()  # calls of `served` that have not returned
         self.streams, self.library = Streams(), Path()
+        self.guards: Guards | None = None
         self.where = ctypes.c_ssize_t()  # where the last call is, as an offset in the library
         self.flush: Callable[[], None] = lambda: None  # prints what the host has buffered first
 
@@ -101,14 +103,22 @@ class Runtime:
         def call(*arguments: Any) -> int | None:
             self.serves.value += 1
             try:
+                self.look()
                 return function(*arguments)
             except BaseException as problem:
                 self.failure = self.failure or problem
                 return None if result is None else self.failed()
             finally:
+                if self.guards is not None:
+                    self.guards.protect(self.streams.guards())
                 self.serves.value -= 1
 
         return call
+
+    def look(self) -> None:
+        """Takes note of what the host has accessed since the last call."""
+        for access in self.guards.lift() if self.guards is not None else ():
+            self.streams.accessed(access.at, bool(access.writes), Place(self.library, access.place))
 
     def failed(self) -> int:
         """Returns the CUDA error that the program gets."""
@@ -148,11 +158,13 @@ class Runtime:
     def malloc(self, at: int, size: int, host: int, stream: int | None = IN_ORDER) -> int:
         if size > MOST_BYTES:
             return NO_MEMORY
-        raw = np.empty(size + ALIGNED, np.uint8)
+        raw = pages(size) if host else np.empty(size + ALIGNED, np.uint8)
         start = -(-raw.ctypes.data // ALIGNED) * ALIGNED
         raw.fill(0xA5)  # what cudaMalloc returns is not zero
         self.count += 1
         self.live[start] = size, raw
+        if host:
+            self.streams.reachable[start] = size
         AT.from_address(at).value = start
         self.transfer(stream, "cudaMallocAsync", [(start, size, True)])
         return SUCCESS
@@ -169,6 +181,7 @@ class Runtime:
             self.streams.host_waits_for_all()
         self.transfer(stream, "cudaFreeAsync", [(at, size, True)])
         self.streams.forget(at, size)
+        self.streams.reachable.pop(at, None)
         self.freed.append((at, size, f"memory (cudaMalloc of {size} bytes)"))
         return SUCCESS
 
@@ -385,6 +398,8 @@ class Runtime:
             own = shutil.copy(program.library, Path(folder) / "program.so")  # static variables of its own
             library = ctypes.CDLL(str(own))
             self.serves = INT.in_dll(library, "softsm_serves")
+            if self.devices() == 1 and self.streams.checks is not None:
+                self.guards = Guards(library)
             self.where, self.library = ctypes.c_ssize_t.in_dll(library, "softsm_where"), program.library
 
             def flush_all() -> None:
@@ -393,6 +408,7 @@ class Runtime:
 
             self.flush = flush_all
             status = library.softsm_main(table, len(words), listed_words)
+            self.look()
             for device in range(self.devices()):
                 self.select(device)
                 self.synchronise()

@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from softsm.checks import beside
 from softsm.checks.checking import Checks
-from softsm.checks.stream import Footprint, Part
+from softsm.checks.stream import READ, STRONG_WRITE, WROTE, Footprint, Part
+from softsm.doors.cuda.guards import Guard, needed
 from softsm.engine.options import current_options
 from softsm.ptx.cplusplus import LIBRARIES
 from softsm.report.diagnostics import Diagnostic, Party
@@ -28,10 +29,14 @@ APART = 8  # bit of a handle: the stream is not ordered with the default one
 KEPT, KEPT_BYTES = 1024, 1 << 28  # of work that the host does not know to be complete; older work is forgotten
 
 
+HOST_FIX = "let the host wait in between: cudaDeviceSynchronize, cudaStreamSynchronize or cudaEventSynchronize"
+
+
 class Work(NamedTuple):
     stream: int
     number: int
     footprint: Footprint
+    guards: list[Guard]
 
 
 def merge(into: Clock, other: Clock) -> Clock:
@@ -43,6 +48,7 @@ def merge(into: Clock, other: Clock) -> Clock:
 class Streams:
     def __init__(self) -> None:
         self.several = False  # whether the program has created a stream
+        self.reachable: dict[int, int] = {}  # size of allocations that the host can reach, by address
         self.numbers: Clock = {}  # of the last work of each stream
         self.clocks: dict[int, Clock] = {}  # what the next work of a stream follows
         self.events: dict[int, Clock] = {}
@@ -71,7 +77,10 @@ class Streams:
         """Notes work that was issued to a stream."""
         self.numbers[stream] = clock[stream] = self.numbers.get(stream, 0) + 1
         self.clocks[stream] = clock
-        self.work = [*self.unordered(self.host), Work(stream, clock[stream], footprint)]
+        self.work = [
+            *self.unordered(self.host),
+            Work(stream, clock[stream], footprint, needed(footprint, self.reachable.items())),
+        ]
         while len(self.work) > KEPT or sum(x.footprint.nbytes for x in self.work) > KEPT_BYTES:
             del self.work[0]
 
@@ -82,7 +91,7 @@ class Streams:
             return run()
         clock = self.behind(stream)
         checks.stream.beside = tuple(x.footprint for x in self.unordered(clock))
-        checks.stream.keeps, checks.stream.left = self.several, []
+        checks.stream.keeps, checks.stream.left = self.several or bool(self.reachable), []
         try:
             run()
         finally:
@@ -127,6 +136,28 @@ class Streams:
             x._replace(footprint=x.footprint._replace(parts=[y for p in x.footprint.parts for y in cut(p)]))
             for x in self.work
         ]
+
+    # ---- the host ----------------------------------------------------------------------------------------------
+
+    def guards(self) -> list[Guard]:
+        return [guard for x in self.unordered(self.host) for guard in x.guards]
+
+    def accessed(self, address: int, writes: bool, source: Place) -> None:
+        """Compares an access of the host with the work that may still run. A flag tells it what came before."""
+        for x in self.unordered(self.host):
+            flags = next((int(p.between(at, at + 4)[0]) for p in x.footprint.parts for at in p.word(address)), 0)
+            if flags & STRONG_WRITE:
+                merge(self.host, {x.stream: x.number})
+            elif flags & WROTE or writes and flags & READ:
+                where = f"bytes {address & ~3:#x} to {(address & ~3) + 3:#x}"
+                this = Party("the host", source=str(source), what=f"{'writes' if writes else 'reads'} {where}")
+                what = f"{'wrote' if flags & WROTE else 'read'} {where}"
+                that = Party(f"the {x.footprint.who}", source=str(x.footprint.source), what=what)
+                if self.checks is not None:
+                    found = Diagnostic("race", "two accesses of memory are not ordered", (this, that), HOST_FIX)
+                    self.checks.report.add(found)
+                merge(self.host, {x.stream: x.number})  # what follows has the same cause
+                return
 
     # ---- calls of the program ----------------------------------------------------------------------------------
 

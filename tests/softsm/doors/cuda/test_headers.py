@@ -72,13 +72,17 @@ int main() {
     cudaMallocManaged(&out, 4096);
     for (int i = 0; i < n; i++) x[i] = i;
     tiles<<<1, 128>>>(x, out);
+    cudaDeviceSynchronize();
     printf("tiles %d %d\n", out[0], out[127]);
     staged<<<1, 64, 1024>>>(x, out, 251);
+    cudaDeviceSynchronize();
     printf("staged %d %d\n", out[0], out[250]);
     cluster<<<2, 64>>>(out);
+    cudaDeviceSynchronize();
     printf("cluster %d %d\n", out[0], out[127]);
     void *args[] = {&x, &out};
     printf("%s", cudaGetErrorName(cudaLaunchCooperativeKernel((void *)grid, 4, 64, args, 0, 0)));
+    cudaDeviceSynchronize();
     printf(" %d %d\n", out[0], out[255]);
 #ifdef ALONE
     grid<<<4, 64>>>(x, out);

@@ -195,6 +195,7 @@ int main() {
         &map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, x, dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
         CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     copy<<<1, 256>>>(map, out);
+    cudaDeviceSynchronize();
     cudaDeviceProp p;
     cudaGetDeviceProperties(&p, 0);
     printf("%d %g %g sm_%d%d\n", status, out[0], out[255], p.major, p.minor);

@@ -28,7 +28,7 @@ __global__ void follow(const int *x, int *flag, int *y) {
 }
 int main(int, char **words) {
     auto is = [&](const char *name) { return !strcmp(words[1], name); };
-    int *x, *y, *pinned, *pooled, ones[128] = {};
+    int *x, *y, *pinned, *pooled, ones[128] = {}, sum = 0;
     cudaStream_t a, b, apart;
     cudaEvent_t event;
     cudaMalloc(&x, 1024), cudaMalloc(&y, 1024), cudaMallocHost(&pinned, 1024);
@@ -75,7 +75,30 @@ int main(int, char **words) {
         make<<<1, 128, 0, b>>>(pooled);
         cudaFree(pooled);
     }
+    if (is("managed") || is("managed too early")) {
+        cudaMallocManaged(&pooled, 8192);
+        pooled[3] = 1;
+        make<<<1, 128>>>(pooled);
+        pooled[1500] = 1;
+        if (is("managed")) cudaDeviceSynchronize();
+        sum += pooled[3];
+    }
+    if (is("pinned") || is("pinned too early")) {
+        memset(pinned, 0, 512);
+        cudaMemcpyAsync(x, pinned, 512, cudaMemcpyHostToDevice, a);
+        cudaEventRecord(event, a);
+        sum += pinned[1];
+        if (is("pinned")) cudaEventSynchronize(event);
+        memset(pinned, 1, 512);
+    }
+    if (is("mapped flag")) {
+        pinned[200] = 0;
+        raise<<<1, 128>>>(pinned, pinned + 200);
+        while (!((volatile int *)pinned)[200]) {}
+        sum += pinned[3];
+    }
     cudaDeviceSynchronize();
+    printf("sum %d\n", sum);
 }
 """
 
@@ -89,7 +112,10 @@ def line_of(text):
     return 1 + next(i for i, line in enumerate(PROGRAM.splitlines()) if text in line)
 
 
-@pytest.mark.parametrize("what", ["event", "host", "default", "copies", "staged", "atomics", "flag", "pool"])
+IN_ORDER = "event, host, default, copies, staged, atomics, flag, pool, managed, pinned, mapped flag"
+
+
+@pytest.mark.parametrize("what", IN_ORDER.split(", "))
 def test_streams_in_order_are_silent(tmp_path, what):
     done = checked(tmp_path, what)
     assert done.exit_code in (0, 1) and "race" not in done.output and "failed" not in done.output, done.output
@@ -105,6 +131,8 @@ MAKE, USE = "make<<<1, 128, 0, a>>>(x)", "void use("
         ("early event", "the kernel make in stream 1, wrote", (MAKE, USE)),
         ("other host", "the kernel make in stream 1, wrote", (MAKE, USE)),
         ("apart", "the cudaMemset in stream 3, wrote", ("cudaMemsetAsync", USE)),
+        ("managed too early", "the host, reads", ("sum += pooled[3]", "make<<<1, 128>>>(pooled)")),
+        ("pinned too early", "the host, writes", ("memset(pinned, 1", "(x, pinned")),
         ("copies of one place", "cudaMemcpyAsync in stream 2, writes", ("(pinned, x, 6", "(char *)pinned")),
         ("atomics and a copy", "the kernel add in stream 1, wrote", ("(pinned, x, 4", "add<<<")),
         (
@@ -119,4 +147,4 @@ def test_what_nothing_orders_is_named_with_both_lines(tmp_path, what, who, lines
     assert done.exit_code == 1 and "race: " in done.output and who in done.output, done.output
     for text in lines:
         assert f"program.cu:{line_of(text)}" in done.output, done.output
-    assert "cudaStreamWaitEvent" in done.output
+    assert ("cudaDeviceSynchronize" if "host" in who else "cudaStreamWaitEvent") in done.output
