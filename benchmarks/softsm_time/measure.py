@@ -9,14 +9,17 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+
+from dsv4.bench.timing import captured
+from softsm_time.case import Call, Case
+
 MICROBENCH = Path(__file__).resolve().parents[1] / "microbench"
 WORKERS, COMPILING = 14, 45  # processes that compile, seconds at most
 
 
-def measure(path: Path, cases: list, command: list[str], repeats: int, limit: float) -> None:
+def measure(path: Path, cases: list[Case], command: list[str], repeats: int, limit: float) -> None:
     """command: compiles the part of the cases that is put behind it; empty: all are compiled."""
-    import torch
-
     sys.path.append(str(MICROBENCH))
     import device as devices
     from synchronisation import spin
@@ -42,7 +45,7 @@ def measure(path: Path, cases: list, command: list[str], repeats: int, limit: fl
             row.update({} if row else {"error": "no time left"})
             continue
         try:
-            made = one(torch, gpu, flush, probe, case.make("cuda"), repeats)
+            made = one(gpu, flush, probe, case.make("cuda"), repeats)
             row.update({"again_us": made["us"], "again_warm_us": made["warm_us"]} if row else made)
         except Exception as why:  # one case must not lose the others
             row["error"] = f"{type(why).__name__}: {why}"[:200]
@@ -55,17 +58,8 @@ def measure(path: Path, cases: list, command: list[str], repeats: int, limit: fl
             )
 
 
-def one(torch, gpu, flush, probe: str, call, repeats: int) -> dict:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
+def one(gpu, flush: torch.Tensor, probe: str, call: Call, repeats: int) -> dict:
+    graph = captured(call)
     times, clocks = [], []
     for n in range(repeats + 2):
         flush.sum()
@@ -99,9 +93,7 @@ def one(torch, gpu, flush, probe: str, call, repeats: int) -> dict:
     }
 
 
-def compile_part(part: str, cases: list) -> None:
-    import torch
-
+def compile_part(part: str, cases: list[Case]) -> None:
     k, n = map(int, part.split("/"))
     for case in cases[k::n]:
         try:
