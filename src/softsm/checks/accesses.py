@@ -212,7 +212,8 @@ class MemoryAccesses:
         i = bisect.bisect_right(memory.starts, low) - 1
         if i < 0 or i >= len(self.touched.shadows):
             return
-        base = w.view.at
+        known, newest = w.view.at + 8 * self.order.slots, int(self.order.newest[0])
+        accessor = w.view.slot + 1, w.view.at, known, newest, self.races_address
         w.view.head[1] |= np.uint32(1 << lane)
         for word in range(low & ~3, high, 4):
             touched = (1 << min(high - word, 4)) - 1 & ~((1 << max(low - word, 0)) - 1)
@@ -224,11 +225,7 @@ class MemoryAccesses:
                 write,
                 w.pc,
                 lane,
-                base,
-                base + 8 * self.order.slots,
-                w.view.slot + 1,
-                int(self.order.newest[0]),
-                self.races_address,
+                accessor,
             )
         self.checker.findings.collect(w)
 

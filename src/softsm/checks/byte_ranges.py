@@ -108,7 +108,7 @@ def behind_writer(at, word, write, number, clock, known, fenced, races, pc, me, 
 
 @native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
 def global_word(at, address, word, touched, write, number, agent_kind, clock, known, fenced, races, pc):
-    newest = number
+    accessor = i8(0), clock, known, number, races
     agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
     if agent and not touched & theirs & STRONG:
         when, found = records.written(at, touched, theirs, epoch, 40), i8(0)
@@ -116,35 +116,36 @@ def global_word(at, address, word, touched, write, number, agent_kind, clock, kn
             if when >= 0:
                 found = records.unseen(clock, agent, when, records.writer(touched, theirs), races)
         elif when >= 0 and epoch != number:
-            found = 1 - records.complete(fenced if agent == GENERIC_COPY else known, epoch, newest)
+            found = 1 - records.complete(fenced if agent == GENERIC_COPY else known, epoch, number)
         if found:
             kind, lanes = WAW if write else RAW, records.lanes_of(i8(-1), found)
             records.report(races, kind, 1, address, pc, agent, epoch, i8(load32(at + 8)), lanes)
     if theirs & LIVE and not write:
         records.report(races, UNINITIALISED, 1, address, pc, agent, epoch, i8(load32(at + 8)), -1)
     if not write:
-        global_shadow.global_reader(at, agent_kind, number, pc, 0, word, 0, clock, known, newest, races)
+        global_shadow.global_reader(at, agent_kind, number, pc, 0, word, accessor)
         return
-    global_shadow.global_readers(at, address, touched & STRONG, pc, 0, clock, known, newest, races, -1)
-    global_shadow.keep_write(at, touched, word, 0, clock, known, newest, races)
+    global_shadow.global_readers(at, address, touched & STRONG, pc, accessor, -1)
+    global_shadow.keep_write(at, touched, word, accessor)
     store32(at, u4(agent_kind))
     store32(at + 4, u4(number))
     store32(at + 8, u4(pc))
     store32(at + 12, u4((touched & 31) | (touched & 15) << FRESH | NOBODY << LANE))
 
 
-@native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8)")
-def peer_reader(at, word, me, now, place, clock, known, newest, races):
-    """Records a read by the warp `me` of another CTA, and keeps two earlier reads that are not ordered before it, as
+@native("void(i8, i8, i8, i8, UniTuple(i8, 5))")
+def peer_reader(at, word, now, place, accessor):
+    """Records a read by a warp of another CTA, and keeps two earlier reads that are not ordered before it, as
     `global_reader` does."""
+    me = accessor[0]
     last = i8(load32(at + 24))
-    if last and last != me and global_shadow.outlives(at + 24, 0, me, clock, known, newest, races):
+    if last and last != me and global_shadow.outlives(at + 24, 0, accessor):
         least, to = global_shadow.priority(last, i8(load32(at + 28)), word), i8(0)
         for k in range(1, READERS):
             there = records.peer_at(at, k)
             other = i8(load32(there))
             rank = i8(-1)
-            if other and other != me and global_shadow.outlives(there, 0, me, clock, known, newest, races):
+            if other and other != me and global_shadow.outlives(there, 0, accessor):
                 rank = global_shadow.priority(other, i8(load32(there + 4)), word)
             if rank < least:
                 least, to = rank, there
@@ -167,6 +168,7 @@ def peer(shadow, reads, words, warps, slot0, me, clock, known, low, high, write,
     """Checks and records an access by a warp (`me` = 1 + its slot) to bytes [low, high) of another CTA's shared
     memory."""
     now, who = i8(load32(clock + 4 * (me - 1))) - 1, i8(NOBODY) if lane < 0 else lane
+    accessor = me, clock, known, newest, races
     for word in range(low >> 2, (high + 3) >> 2):
         records.split_block(shadow, (words + BLOCK - 1) >> BLOCK_BITS, word)
         at = shadow + word * 4 * RECORD
@@ -174,20 +176,20 @@ def peer(shadow, reads, words, warps, slot0, me, clock, known, low, high, write,
         agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
         found = i8(0)
         if agent:
-            found = records.unordered(at, touched, 36, pc, me, clock, known, newest, races)
+            found = records.unordered(at, touched, 36, pc, accessor)
         elif not write:
             records.report(races, UNINITIALISED, 0, word * 4, pc, 0, 0, 0, lane)
         if found:
             kind, lanes = records.behind_write(touched, write), records.lanes_of(lane, found)
             records.report(races, kind, 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), lanes)
         if not write:
-            peer_reader(at, word, me, now, pc | who << READ_LANE, clock, known, newest, races)
+            peer_reader(at, word, now, pc | who << READ_LANE, accessor)
             continue
         if theirs & LIVE:
             records.report(races, OVER_BARRIER, 0, word * 4, pc, me, now, slot0, lane)
         if not touched & STRONG:
             readers_of(at, reads, words, warps, slot0, word, touched, clock, pc, races, lane, i8(0), i8(0))
-            records.other_readers(at, word, pc, me, clock, known, newest, races, lane)
+            records.other_readers(at, word, pc, accessor, lane)
         records.written_by(at, me, now, pc, touched, theirs, agent, who, 36)
 
 
@@ -278,7 +280,7 @@ def asynchronous(site, layout, races, spans, count, write, number, generic, at_c
                 records.report(races, OVER_BARRIER, 0, here * 4, pc, 0, 0, slot0, -1)
             readers_of(at, reads, words, warps, slot0, here, i8(15), clock, pc, races, lane, slot + 1, begin)
             if readers != np.uint64(0) or load32(at + 24) or load32(at + 44):
-                records.other_readers(at, here, pc, 0, clock, known, number, races, -1)
+                records.other_readers(at, here, pc, (i8(0), clock, known, number, races), -1)
             store64(at, new0)
             store64(at + 8, new1)
 

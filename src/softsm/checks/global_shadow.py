@@ -71,29 +71,29 @@ def priority(agent, epoch, word):
     return h ^ h >> 12
 
 
-@native("i8(i8, i8, i8, i8, i8, i8, i8)")
-def outlives(at, mark, me, clock, known, newest, races):
-    """Returns whether the read at `at` must be kept when `me` reads. It need not if it happens before the new read: a
-    write ordered after the new read is then ordered after both. A strong read does not replace another."""
+@native("i8(i8, i8, UniTuple(i8, 5))")
+def outlives(at, mark, accessor):
+    """Returns whether the read at `at` must be kept when `accessor` reads. It need not if it happens before the new
+    read: a write ordered after the new read is then ordered after both. A strong read does not replace another."""
     agent, place = i8(load32(at)), i8(load32(at + 8))
     if mark & READ_SEVERAL and not place & READ_SEVERAL:
         return i8(agent != 0)
-    return not_before(agent, i8(load32(at + 4)), (place >> READ_LANE) & 63, me, clock, known, newest, races)
+    return not_before(agent, i8(load32(at + 4)), (place >> READ_LANE) & 63, accessor)
 
 
-@native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
-def global_reader(at, agent, epoch, pc, mark, word, me, clock, known, newest, races):
+@native("void(i8, i8, i8, i8, i8, i8, UniTuple(i8, 5))")
+def global_reader(at, agent, epoch, pc, mark, word, accessor):
     """Records a read, and keeps two earlier reads that are not ordered before it. The hash selects different ones in
     each word, so if many readers share many words, some word keeps each reader. word: its index in the allocation."""
     last = i8(load32(at + 16))
     if (last != agent or agent >= ASYNC and i8(load32(at + 20)) != epoch) and (
-        last and outlives(at + 16, mark, me, clock, known, newest, races)
+        last and outlives(at + 16, mark, accessor)
     ):
         least, to = priority(last, i8(load32(at + 20)), word), i8(0)
         for k in range(1, READERS):
             there = reader_at(at, k)
             other = i8(load32(there))
-            if other == 0 or other == agent or not outlives(there, mark, me, clock, known, newest, races):
+            if other == 0 or other == agent or not outlives(there, mark, accessor):
                 least, to = i8(-1), there
             elif priority(other, i8(load32(there + 4)), word) < least:
                 least, to = priority(other, i8(load32(there + 4)), word), there
@@ -106,9 +106,10 @@ def global_reader(at, agent, epoch, pc, mark, word, me, clock, known, newest, ra
     store32(at + 24, u4(pc | mark))
 
 
-@native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)")
-def global_readers(at, address, touched, pc, me, clock, known, newest, races, lane):
-    """Reports reads of a word that do not happen before a write by `me` (0: the asynchronous operation `newest`)."""
+@native("void(i8, i8, i8, i8, UniTuple(i8, 5), i8)")
+def global_readers(at, address, touched, pc, accessor, lane):
+    """Reports reads of a word that do not happen before a write by `accessor`."""
+    me, newest, races = accessor[0], accessor[3], accessor[4]
     for k in range(READERS):
         there = reader_at(at, k)
         agent, seen, place = i8(load32(there)), i8(load32(there + 4)), i8(load32(there + 8))
@@ -117,21 +118,19 @@ def global_readers(at, address, touched, pc, me, clock, known, newest, races, la
             and not (me == 0 and agent >= ASYNC and seen == newest)
             and not (touched & STRONG and place & READ_SEVERAL)
         ):
-            found = not_before(agent, seen, (place >> READ_LANE) & 63, me, clock, known, newest, races)
+            found = not_before(agent, seen, (place >> READ_LANE) & 63, accessor)
             if found:
                 report(races, WAR, 1, address, pc, agent, seen, place & PC, lanes_of(lane, found))
 
 
-@native("void(i8, i8, i8, i8, i8, i8, i8, i8)")
-def keep_write(at, touched, word, me, clock, known, newest, races):
+@native("void(i8, i8, i8, UniTuple(i8, 5))")
+def keep_write(at, touched, word, accessor):
     """Keeps an ordinary write among the reads when an atomic follows it. Other atomics do not race with the atomic, but
     may race with that write."""
     agent, theirs = i8(load32(at)), i8(load32(at + 12))
     if agent and touched & STRONG and not theirs & STRONG:
         mark = ((theirs >> LANE) & 63) << READ_LANE
-        global_reader(
-            at, agent, i8(load32(at + 4)), i8(load32(at + 8)) & PC, mark, word, me, clock, known, newest, races
-        )
+        global_reader(at, agent, i8(load32(at + 4)), i8(load32(at + 8)) & PC, mark, word, accessor)
 
 
 @native("void(i8, i8, i8, i8)")
@@ -149,10 +148,10 @@ def global_owner(at, cluster, write, races):
         store64(races + 8 * CONTENDED, np.uint64(1))
 
 
-@native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8, i8)", python=True)
-def global_record(at, address, word, touched, write, pc, lane, clock, known, me, newest, races):
-    """Checks and records an access by warp `me` to some bytes of word `word` of an allocation; its record is at
-    `at`."""
+@native("void(i8, i8, i8, i8, i8, i8, i8, UniTuple(i8, 5))", python=True)
+def global_record(at, address, word, touched, write, pc, lane, accessor):
+    """Checks and records an access by a warp to some bytes of word `word` of an allocation; its record is at `at`."""
+    me, clock, races = accessor[0], accessor[1], accessor[4]
     agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
     now, begin = i8(load32(clock + 4 * (me - 1))) - 1, i8(load32(clock + BEGIN))
     global_owner(at, i8(load64(races + 8 * (CLUSTERS + me - 1))), write, races)
@@ -161,7 +160,7 @@ def global_record(at, address, word, touched, write, pc, lane, clock, known, me,
         if other >= 0 and i8(load32(at + 8)) != pc:
             report(races, WAW if write else RAW, 1, address, pc, agent, epoch, i8(load32(at + 8)), both(lane, other))
     elif agent:
-        found = unordered(at, touched, 40, pc, me, clock, known, newest, races)
+        found = unordered(at, touched, 40, pc, accessor)
         if found:
             lanes = lanes_of(lane, found)
             report(races, behind_write(touched, write), 1, address, pc, agent, epoch, i8(load32(at + 8)), lanes)
@@ -169,10 +168,10 @@ def global_record(at, address, word, touched, write, pc, lane, clock, known, me,
         report(races, UNINITIALISED, 1, address, pc, agent, epoch, i8(load32(at + 8)), lane)
     if not write:
         mark = lane << READ_LANE | (READ_SEVERAL if touched & STRONG else 0)
-        global_reader(at, me, now, pc, mark, word, me, clock, known, newest, races)
+        global_reader(at, me, now, pc, mark, word, accessor)
         return
-    global_readers(at, address, touched, pc, me, clock, known, newest, races, lane)
-    keep_write(at, touched, word, me, clock, known, newest, races)
+    global_readers(at, address, touched, pc, accessor, lane)
+    keep_write(at, touched, word, accessor)
     written_by(at, me, now, pc, releasing(clock, touched, now, address), theirs, agent, lane, 40)
 
 
@@ -185,20 +184,8 @@ def global_word(S, address, touched, write, pc, lane, clock):
     start = i8(load64(sget(S, S_ALLOC) + 16 * hit))
     shadow = i8(load64(sget(S, S_GLOBAL_SHADOW) + 8 * hit))
     word = (address - (start & ~i8(3))) >> 2
-    global_record(
-        shadow + word * 4 * GLOBAL_RECORD,
-        address,
-        word,
-        touched,
-        write,
-        pc,
-        lane,
-        clock,
-        sget(S, S_KNOWN),
-        sget(S, S_SLOT) + 1,
-        i8(load64(sget(S, S_NEXT_OP))),
-        sget(S, S_RACES),
-    )
+    accessor = sget(S, S_SLOT) + 1, clock, sget(S, S_KNOWN), i8(load64(sget(S, S_NEXT_OP))), sget(S, S_RACES)
+    global_record(shadow + word * 4 * GLOBAL_RECORD, address, word, touched, write, pc, lane, accessor)
 
 
 @native("void(i8, i8, u4, i8, i8, i8)")

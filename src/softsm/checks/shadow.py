@@ -37,6 +37,10 @@ are ordered if they have synchronised in between: at a barrier, at bar.warp.sync
 odd if all lanes of the warp have published their accesses up to that epoch. It is even if only some have, without
 synchronising with the others; `released` tells which.
 
+Functions that compare an access with earlier ones get its `accessor`: 1 + the warp's slot (0: an asynchronous
+operation), its clock, the operations that it knows to be complete, the number of the newest operation, or its own if it
+is one, and the address of the buffer of races.
+
 Races go into a small buffer, one entry per pair of instructions, which the scheduler empties. This file has what all
 records share, and shared memory. checks/global_shadow.py has global memory, checks/stored_values.py compares stored
 values, and checks/byte_ranges.py has the rest.
@@ -176,11 +180,12 @@ def unseen(clock, agent, epoch, lane, races):
     return 2 + (lane & 63)
 
 
-@native("i8(i8, i8, i8, i8, i8, i8, i8, i8)")
-def not_before(agent, epoch, lane, me, clock, known, newest, races):
+@native("i8(i8, i8, i8, UniTuple(i8, 5))")
+def not_before(agent, epoch, lane, accessor):
     """Returns the result of `unseen` for a writer or reader (agent, epoch) that may be an asynchronous operation, or
-    `me`.
+    the accessor itself.
     """
+    me, clock, known, newest, races = accessor
     if agent == 0 or agent == me:
         return 0
     if agent >= ASYNC:
@@ -229,9 +234,9 @@ def written(at, touched, theirs, epoch, older):
     return -1
 
 
-@native("i8(i8, i8, i8, i8, i8, i8, i8, i8, i8)")
-def unordered(at, touched, older, pc, me, clock, known, newest, races):
-    """Returns the result of `unseen` for the last write of the touched bytes, which warp `me` accesses; 0 if there is
+@native("i8(i8, i8, i8, i8, UniTuple(i8, 5))")
+def unordered(at, touched, older, pc, accessor):
+    """Returns the result of `unseen` for the last write of the touched bytes, which `accessor` accesses; 0 if there is
     none.
     """
     agent, epoch, theirs = i8(load32(at)), i8(load32(at + 4)), i8(load32(at + 12))
@@ -240,7 +245,7 @@ def unordered(at, touched, older, pc, me, clock, known, newest, races):
         return 0
     if theirs & RELEASED and when == epoch and (theirs >> LANE) & 63 != NOBODY:
         when -= 2  # the epoch that it released. With several lanes, one may write after another's value was read.
-    return not_before(agent, when, writer(touched, theirs), me, clock, known, newest, races)
+    return not_before(agent, when, writer(touched, theirs), accessor)
 
 
 @native("i8(i8, i8)")
@@ -307,10 +312,10 @@ def peer_at(at, k):
     return at + 24 if k == 0 else at + 36 + 12 * k
 
 
-@native("void(i8, i8, i8, i8, i8, i8, i8, i8, i8)")
-def other_readers(at, word, pc, me, clock, known, newest, races, lane):
-    """Reports reads by asynchronous operations and peers that do not happen before a write by `me` (0: an asynchronous
-    write)."""
+@native("void(i8, i8, i8, UniTuple(i8, 5), i8)")
+def other_readers(at, word, pc, accessor, lane):
+    """Reports reads by asynchronous operations and peers that do not happen before a write by `accessor`."""
+    me, clock, known, newest, races = accessor
     for k in range(3):
         number = i8(load32(at + 16 + 4 * k if k < 2 else at + 44))
         if number and not (me == 0 and number == newest) and not complete(known, number, newest):
@@ -358,7 +363,7 @@ def shared_word(S, word, touched, write, pc, lane, clock, known):
         if other >= 0 and i8(load32(at + 8)) != pc:
             report(races, WAW if write else RAW, 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), both(lane, other))
     else:
-        found = unordered(at, touched, 36, pc, me, clock, known, newest, races)
+        found = unordered(at, touched, 36, pc, (me, clock, known, newest, races))
         if found:
             lanes = lanes_of(lane, found)
             report(races, behind_write(touched, write), 0, word * 4, pc, agent, epoch, i8(load32(at + 8)), lanes)
@@ -400,5 +405,5 @@ def shared_word(S, word, touched, write, pc, lane, clock, known):
                 found = reader(touched, place)
                 if found != NOBODY and found != who and not heard(races, me - 1, who, seen, found):
                     report(races, WAR, 0, word * 4, pc, me, seen, place & PC, both(lane, found & 63))
-    other_readers(at, word, pc, me, clock, known, newest, races, lane)
+    other_readers(at, word, pc, (me, clock, known, newest, races), lane)
     written_by(at, me, now, pc, releasing(clock, touched, now, word * 4), theirs, agent, who, 36)
