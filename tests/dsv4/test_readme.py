@@ -5,6 +5,8 @@ import runpy
 from pathlib import Path
 
 import pytest
+import typer
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from dsv4.commands import support
@@ -15,9 +17,14 @@ from softsm.cli import app as softsm_app
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, flags=re.M | re.S)
-PAGES = "".join(
-    (ROOT / "docs" / f"{page}.md").read_text() for page in ("attention", "training", "softsm", "benchmarks", "checks")
-)
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "DESIGN.md",
+    ROOT / "benchmarks" / "NOTES.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+PAGES = "".join(document.read_text() for document in DOCUMENTS)
 CHECKED = "# count.py\n"  # the program that the README gives to softsm check
 EXAMPLES = [("README.md", code) for language, code in BLOCKS if language == "python" and CHECKED not in code]
 NEEDS_WEIGHTS = {"serving"}  # its code loads a model that a test does not have
@@ -96,19 +103,21 @@ def test_support_prints_one_row_per_head_dim() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", sorted(set(re.findall(r"`((?:src|docs|tests|tutorials|benchmarks)/[\w./-]+)`", PAGES)))
+    "name",
+    sorted(
+        set(re.findall(r"`((?:src|docs|tests|tutorials|benchmarks|examples|tools|packages)/[\w./-]+)`", PAGES))
+        | set(re.findall(r"\bpython ((?:tests|tutorials|benchmarks|examples|tools)/[\w/]+\.py)", PAGES))
+    ),
 )
 def test_file_named_in_a_page_exists(name: str) -> None:
     assert (ROOT / name).exists()
 
 
-@pytest.mark.parametrize(
-    "document", sorted({name for name, _ in EXAMPLES} | {"DESIGN.md", "CHANGELOG.md", "docs/benchmarks.md"})
-)
-def test_links_lead_somewhere(document: str) -> None:
-    text = re.sub(r"```.*?```|`[^`]*`", "", (ROOT / document).read_text(), flags=re.S)  # code is not prose
+@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    text = re.sub(r"```.*?```|`[^`]*`", "", document.read_text(), flags=re.S)  # code is not prose
     for target in re.findall(r"\]\(([^)#]+)\)", text):
-        assert target.startswith("https://") or (ROOT / document).parent.joinpath(target).exists(), target
+        assert target.startswith("https://") or document.parent.joinpath(target).exists(), target
 
 
 def test_commands_in_the_readme_exist() -> None:
@@ -119,3 +128,16 @@ def test_commands_in_the_readme_exist() -> None:
     targets = set(re.findall(r"^make (\w+)", SHELL, flags=re.M))
     makefile = (ROOT / "Makefile").read_text()
     assert targets and all(re.search(rf"^{target}:", makefile, flags=re.M) for target in targets)
+
+
+@pytest.mark.parametrize("program, its", [("dsv4", app), ("softsm", softsm_app)])
+def test_options_in_the_pages_exist(program: str, its: typer.Typer) -> None:
+    """Of the commands in code, up to what goes to the program itself."""
+    seen = 0
+    for name, command in get_command(its).commands.items():
+        options = {option for x in command.params for option in (*x.opts, *x.secondary_opts)} | {"--help"}
+        for line in re.findall(rf"(?<![\w./-]){program} {name} ([^`\n#\"]*)", PAGES):
+            named = set(re.findall(r"(?<!\S)--[a-z][\w-]*", line.split(" -- ")[0]))
+            assert named <= options, f"{program} {name} {line}"
+            seen += len(named)
+    assert seen > 10
