@@ -53,9 +53,11 @@ CODES: dict[str, tuple[str, str]] = {
         "Give each group of warps a barrier number of its own (0 to 15), or order the second use after the first.",
     ),
     "barrier-phase": (
-        "A phase of a barrier completed and no warp waited for it, or a wait names a phase that completed long ago.",
+        "A phase of a barrier completed and no warp waited for it, or a wait names a phase that completed long ago, or "
+        "a warp waits at the barrier of the cluster without having arrived.",
         "Flip the parity each time the barrier is used again; wait for every phase once before the next one can end. "
-        "If several warps arrive for one phase, they are its count in mbarrier.init.",
+        "If several warps arrive for one phase, they are its count in mbarrier.init. At the barrier of a cluster every "
+        "thread of all its CTAs arrives, then waits.",
     ),
     "barrier-tx": (
         "The bytes announced by expect_tx differ from the bytes that the copies of the phase deliver.",

@@ -370,6 +370,7 @@ API cudaError_t cudaDeviceSynchronize() {
 }
 API cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t function, void *data) {
     served.synchronise();
+    softsm_guard(nullptr, 0);  // it runs behind the work of its stream
     return function(data), cudaSuccess;
 }
 API cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *most) { return *least = *most = 0, cudaSuccess; }

@@ -91,6 +91,10 @@ int main(int, char **words) {
         if (is("pinned")) cudaEventSynchronize(event);
         memset(pinned, 1, 512);
     }
+    if (is("function")) {
+        cudaMemcpyAsync(pinned, x, 512, cudaMemcpyDeviceToHost, a);
+        cudaLaunchHostFunc(a, [](void *at) { ((int *)at)[0] += 1; }, pinned);
+    }
     if (is("mapped flag")) {
         pinned[200] = 0;
         raise<<<1, 128>>>(pinned, pinned + 200);
@@ -112,7 +116,7 @@ def line_of(text):
     return 1 + next(i for i, line in enumerate(PROGRAM.splitlines()) if text in line)
 
 
-IN_ORDER = "event, host, default, copies, staged, atomics, flag, pool, managed, pinned, mapped flag"
+IN_ORDER = "event, host, default, copies, staged, atomics, flag, pool, managed, pinned, function, mapped flag"
 
 
 @pytest.mark.parametrize("what", IN_ORDER.split(", "))
