@@ -13,6 +13,7 @@ from softsm.timing_model.loops import TARGET
 from softsm.timing_model.sass import Code
 
 SHORT = 4  # machine instructions of a block that tries a wait again
+LEAST = 6  # instructions of a copy
 MANY_PAIRS = 8  # (line, opcode) pairs: fewer are not significant
 MANY_TURNS = 3  # the fewest iterations in a block: two may be the halves of a 64-bit value
 ACCESSES = ("LDG.", "LD.", "STG", "ST.", "ATOMG", "ATOM.", "RED.", "REDG", "LDS", "STS", "ATOMS")
@@ -101,7 +102,7 @@ class Copies:
         for block in (self.code.blocks[number] for number in left_out):
             lines = Counter(self.code.instructions[i].line for i in block)
             shared = sum((Counter(self.code.instructions[i].line for i in longer) & lines).values())
-            if shared >= 0.7 * min(len(block), len(longer)) and min(len(block), len(longer)) >= 6:
+            if shared >= 0.7 * min(len(block), len(longer)) and self._alike(block, longer):
                 copies.append(block)
         # ptxas unrolls by four and leaves copies for two iterations and for one: the smallest is one iteration.
         copies.sort(key=len, reverse=True)
@@ -122,6 +123,14 @@ class Copies:
         """Counts the memory accesses of a machine block by PTX line."""
         made = (self.code.instructions[i] for i in self.code.blocks[number])
         return Counter(ins.line for ins in made if ins.line and ins.opcode.startswith(ACCESSES))
+
+    def _alike(self, block: range, longer: range) -> bool:
+        """Returns whether two blocks do the same: both have some of the loop's accesses or, where it has none, of its
+        operations. Tests between two copies have neither."""
+        opcodes = [{self.code.instructions[i].opcode for i in some} for some in (block, longer)]
+        accesses = [{op for op in some if op.startswith(ACCESSES)} for some in opcodes]
+        both = accesses if accesses[1] else opcodes
+        return min(len(block), len(longer)) >= LEAST and bool(both[0] & both[1])
 
     def _cut_copies(self, numbers: list[int]) -> dict[int, np.ndarray]:
         """Maps iteration counts to copies of a loop, unrolled and not, each of which ptxas has cut into blocks where

@@ -21,6 +21,8 @@ from softsm.errors import SoftsmError
 _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P[0-9T]+)\s+)?([A-Z][A-Za-z0-9_.]*)\s*(.*?);")
 _CODE = re.compile(r"/\* 0x([0-9a-f]{16}) \*/")
 _LINE = re.compile(r'//## File ".nv_debug_ptx_txt", line (\d+)')
+_OLDER = re.compile(r"Unsupported \.version .*current version is '([\d.]+)'")
+_PTX_VERSION = re.compile(r"^(\s*\.version\s+)[\d.]+", re.M)
 _LABEL = re.compile(r"^(\.L_[A-Za-z0-9_]+|[A-Za-z_$][\w$.]*):")
 WARPGROUP_PRODUCTS = ("HGMMA", "QGMMA", "IGMMA")
 NONE = 7  # no scoreboard
@@ -115,6 +117,9 @@ def assembled(ptx: str, arch: str) -> tuple[bytes, str]:
             str(cubin),
         ]
         done = subprocess.run(command, capture_output=True, text=True)
+        if older := _OLDER.search(done.stderr):  # clang names a newer version, whether the code needs it or not
+            source.write_text(_PTX_VERSION.sub(rf"\g<1>{older[1]}", ptx, count=1))
+            done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise ToolError(f"ptxas: {done.stderr.strip()[:500]}")
         return cubin.read_bytes(), done.stderr

@@ -33,6 +33,22 @@ def test_loads_and_stores_tell_the_iterations_where_moves_and_counters_hide_them
         assert list(Lowering(code(rows, {1: ".L_x_0"}), blocks).parts[1]) == counted
 
 
+def test_tests_between_copies_are_no_copy() -> None:
+    """Behind four turns a block of six instructions with the loop's lines tests whether others follow."""
+    between = [*[(2, "ULDC UR4, c[0x0][0x210]")] * 5, (4, "@P1 EXIT")]
+    rows = [
+        (1, "MOV R1, R2"),
+        *filter_step(0) * 4,
+        (4, "@P0 BRA `(.L_x_0)"),
+        *between,
+        *filter_step(0) * 2,
+        (5, "EXIT"),
+    ]
+    lines = {1: 0, 2: 1, 3: 1, 4: 1, 5: 2}
+    blocks = Blocks([0, 1, 4], lines, sorted(lines), [], loops=[0, 1, 0], widths={2: 4, 4: 4})
+    assert list(Lowering(code(rows, {1: ".L_x_0"}), blocks).parts[1]) == [4, 2, 1]
+
+
 def test_a_loop_of_known_length_is_counted_by_its_loads() -> None:
     """Of sixteen loads that ptxas put first, most other instructions are only a third as frequent."""
     compare = [

@@ -83,3 +83,14 @@ def test_a_kernel_takes_as_long_beside_another() -> None:
             softsm.load(source, "little").launch(1000, 32, [np.zeros(64, np.float32)])
         times.append(timer.us)
     assert times[0] == times[1]
+
+
+@pytest.mark.compile
+def test_ptx_of_a_newer_version_is_assembled_as_the_newest_that_is_known() -> None:
+    """clang 22 names version 8.8, which the ptxas of Triton 3.6 rejects whatever the code is."""
+    known, newer = (
+        f".version {n}\n.target sm_90a\n.address_size 64\n.visible .entry k() {{ ret; }}" for n in (8.3, 99.9)
+    )
+    assert sass.assembled(newer, "sm_90a")[0]
+    with pytest.raises(sass.ToolError, match="ptxas"):
+        sass.assembled(known.replace("ret;", "nothing;"), "sm_90a")
