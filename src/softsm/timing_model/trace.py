@@ -27,25 +27,14 @@ from softsm.timing_model.accesses import ALIGNED, ZEROS, Access, shifts
 from softsm.timing_model.blocks import Blocks, known_of
 from softsm.timing_model.follow import CannotFollow
 from softsm.timing_model.looks import Looks
+
+# isort: off
 from softsm.timing_model.machine import (
-    ARRIVAL,
-    BAR,
-    BULK_COMMIT,
-    BULK_STORE,
-    BULK_WAIT,
-    CLUSTER_ARRIVE,
-    CLUSTER_WAIT,
-    CP_ARRIVE,
-    CP_ASYNC,
-    CP_COMMIT,
-    CP_WAIT,
-    GATHER,
-    INIT,
-    LOAD,
-    MMA,
-    MMA_COMMIT,
-    WAIT,
-)
+    ARRIVAL, BAR, BULK_COMMIT, BULK_STORE, BULK_WAIT, CLUSTER_ARRIVE, CLUSTER_WAIT, CP_ARRIVE, CP_ASYNC,
+    CP_COMMIT, CP_WAIT, GATHER, INIT, LOAD, MMA, MMA_COMMIT, WAIT,
+)  # fmt: skip
+
+# isort: on
 
 ATOMIC_BYTES = {"f16": 2, "bf16": 2, "b16": 2, "b128": 16}  # 4 for other types
 MANY = 24  # jumps above which arrays are faster than a loop
