@@ -36,6 +36,8 @@ def test_what_is_hooked_and_read_is_there():
     layer = text("sglang.srt.layers.moe.fused_moe_triton.layer")
     assert "class FusedMoE(" in layer and "UnquantizedFusedMoEMethod" in fp8
     assert 'getattr(quant_method, "fuse_routed_scaling_factor_in_topk", False)' in layer
+    utils = text("sglang.srt.layers.moe.utils")
+    assert "def get_moe_a2a_backend()" in utils and "def is_none(self)" in utils
     assert "not _is_cuda and (not _is_musa)" in text("sglang.srt.models.deepseek_v2")
 
 

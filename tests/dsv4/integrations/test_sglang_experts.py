@@ -19,10 +19,16 @@ class Unquantized:
     pass
 
 
+class Exchange(SimpleNamespace):
+    def __init__(self, value):
+        super().__init__(value=value, is_none=lambda: value == "none")
+
+
 @pytest.fixture(autouse=True)
 def sglang(monkeypatch):
     members = {
         "sglang.srt.utils": dict(is_cuda=lambda: True),
+        f"{PACKAGE}.moe.utils": dict(get_moe_a2a_backend=lambda: Exchange("none")),
         f"{PACKAGE}.moe.fused_moe_triton.layer": dict(FusedMoE=FusedMoE),
         f"{PACKAGE}.quantization.fp8": dict(
             Fp8MoEMethod=lambda config: SimpleNamespace(), UnquantizedFusedMoEMethod=Unquantized
@@ -63,3 +69,15 @@ def test_experts_that_the_checkpoint_leaves_unquantised_stay_sglangs():
     """Checkpoints name layers that are not converted, such as those of drafts; the configuration is one for all."""
     unquantised = Unquantized()
     assert chosen(FusedMoE(), unquantised) is unquantised
+
+
+@pytest.mark.parametrize("exchange", ["none", "deepep", "megamoe"])
+def test_another_exchange_between_ranks_is_refused_by_name(monkeypatch, exchange):
+    """Its outputs have other fields, and a fused kernel would go around dsv4's method."""
+    monkeypatch.setattr(sys.modules[f"{PACKAGE}.moe.utils"], "get_moe_a2a_backend", lambda: Exchange(exchange))
+    method, config = chosen(FusedMoE()), SimpleNamespace(swiglu_limit=10.0)
+    if exchange == "none":
+        method.create_moe_runner(None, config)
+    else:
+        with pytest.raises(ValueError, match=f"--moe-a2a-backend: got {exchange}; accepted: none"):
+            method.create_moe_runner(None, config)

@@ -30,6 +30,10 @@ class Method:
 
     def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
         """Create no runner of SGLang's: apply does all the work."""
+        from sglang.srt.layers.moe.utils import get_moe_a2a_backend
+
+        if not (exchange := get_moe_a2a_backend()).is_none():
+            refuse("--moe-a2a-backend", exchange.value, "none, or no experts among the parts")
         if getattr(moe_runner_config, "apply_router_weight_on_input", False):
             refuse(PARTS_SWITCH, "experts with weights on their input", "those of DeepSeek-V4")
         self.ours = EngineExperts(calls, getattr(moe_runner_config, "swiglu_limit", None))
