@@ -567,7 +567,9 @@ def test_multicast_is_complete_for_each_cta_at_its_own_mbarrier():
         body += when(not keep, t.wait("bar", 0)) + SYNC
         return t.kernel(body, "x out map!", shared=SHARED, target="sm_90a", version="8.6")
 
-    holds(make, args=MAPPED, also=("uninitialised",), **TWO)
+    report = holds(make, args=MAPPED, also=("uninitialised",), **TWO)
+    found = [d for d in report if d.code == "race"]
+    assert found and all(f"of CTA rank {int('CTA (1' in d.parties[0].who)}" in d.fix for d in found), str(report)
 
 
 # -- initialising mbarriers --------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from softsm.engine.in_flight import AsyncOp, Groups, InFlight
+from softsm.engine.warps import Cta
 from softsm.ptx.roles import place_of
 
 TENSOR = {"tcgen05.mma", "tcgen05.cp", "tcgen05.shift"}
@@ -24,11 +25,12 @@ def before_the_end(op: AsyncOp) -> str:
     return "wait for the mbarrier that it signals before the exit"
 
 
-def before_the_access(op: AsyncOp, waited: bool, others: Iterable[AsyncOp]) -> str:
-    """Returns advice. waited: whether its issuer knows that it is complete. others: operations that may follow it."""
-    if named(op):
+def before_the_access(op: AsyncOp, waited: bool, others: Iterable[AsyncOp], cta: Cta | None) -> str:
+    """Returns advice to a CTA. waited: whether the issuer knows that the operation is complete. others: operations that
+    may follow it."""
+    if mine := named(op, cta):
         return (
-            f"wait for the {op.kind} to complete (it signals {named(op)[0]}) before this access; a wait for the parity "
+            f"wait for the {op.kind} to complete (it signals {mine[0]}) before this access; a wait for the parity "
             "of an earlier phase of that mbarrier is not enough"
         )
     if waited:
@@ -57,10 +59,10 @@ def turned(op: AsyncOp, others: Iterable[AsyncOp]) -> bool:
     return any(x.kind == op.kind and x.warp is op.warp and x.number < op.number and x not in pending for x in others)
 
 
-def too_early(op: AsyncOp) -> str:
-    """Returns advice for a write over bytes that were read before anything wrote them: the read was meant for this."""
-    if named(op):
-        return f"the read came before anything was written; to get what this one brings, let it wait for {named(op)[0]}"
+def too_early(op: AsyncOp, cta: Cta | None) -> str:
+    """Returns advice for a write over bytes that a CTA read before anything wrote them: the read was meant for this."""
+    if mine := named(op, cta):
+        return f"the read came before anything was written; to get what this one brings, let it wait for {mine[0]}"
     wait = "a wait for it" if op.kind != "cp.async" else "cp.async.wait_group in the threads that copy"
     return f"the read came before anything was written: put {wait}, and a barrier behind it, before the read"
 
@@ -110,9 +112,10 @@ def by_kind(op: AsyncOp, others: Iterable[AsyncOp]) -> str:
     return "by its mbarrier, or a wait for its group"
 
 
-def named(op: AsyncOp) -> list[str]:
-    """Returns the mbarriers at which its completion arrives."""
-    return [name for name in (getattr(b, "name", "") for b in op.signals) if name]
+def named(op: AsyncOp, cta: Cta | None = None) -> list[str]:
+    """Returns the mbarriers at which its completion arrives, those of the CTA first."""
+    ordered = sorted(op.signals, key=lambda b: getattr(b, "home", None) is not cta)
+    return [name for name in (getattr(b, "name", "") for b in ordered) if name]
 
 
 def in_groups(op: AsyncOp, groups: Groups, commit: str, wait: str) -> str:

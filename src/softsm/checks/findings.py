@@ -10,6 +10,7 @@ from softsm.checks import clocks as cl
 from softsm.checks import shadow as sh
 from softsm.checks.advice import WRITES, before_the_access, first_phase, instead, named, too_early
 from softsm.engine import program as pg
+from softsm.engine.warps import Cta
 from softsm.errors import Fault
 from softsm.ptx.cplusplus import readable
 from softsm.ptx.roles import called_at, function_at, place_of, role_of
@@ -215,11 +216,12 @@ class Findings:
         other_op = None if entry.by_warp else self.checker.operations.get(entry.epoch)
         them = self.checker.agents[entry.agent] if entry.by_warp else other_op.warp if other_op is not None else None
         over_read = op if entry.kind == sh.WAR and not entry.place and entry.by_warp else None
+        whose = them.cta if them is not None else None
         early = them is not None and (id(them.cta.program), entry.other_pc) in self.unwritten
-        fix = too_early(over_read) if over_read is not None and early else self.fix(w, op, entry, them, other_op)
-        found = self.race(this, self.other(entry, them, other_op), f"{entry.memory} memory", other_op, fix)
+        fix = too_early(over_read, whose) if over_read is not None and early else self.fix(w, op, entry, them, other_op)
+        found = self.race(this, self.other(entry, them, other_op), f"{entry.memory} memory", other_op, fix, w.cta)
         if over_read is not None and not early and first_phase(over_read):
-            more = f"; where it was to read what this one brings, let it wait for {named(over_read)[0]}"
+            more = f"; where it was to read what this one brings, let it wait for {named(over_read, whose)[0]}"
             found = replace(found, fix=found.fix + more)
         if entry.place and them is not None and them.cta is w.cta and self.may_be_confined(op, entry):
             reader, lane = (w, entry.lane) if entry.kind == sh.RAW else (them, entry.other_lane)
@@ -322,14 +324,14 @@ class Findings:
     def add_race(self, this: Party, other: Party, memory: str, other_op, fix: str) -> None:
         self.report.add(self.race(this, other, memory, other_op, fix))
 
-    def race(self, this: Party, other: Party, memory: str, other_op, fix: str) -> Diagnostic:
+    def race(self, this: Party, other: Party, memory: str, other_op, fix: str, cta: Cta | None = None) -> Diagnostic:
         if fix:
             pass
         elif other_op is not None and other_op.warp is None:
             fix = EARLIER.get(other_op.kind, beside.FIX)
         elif other_op is not None:
             waited = self.checker.order.knows(other_op.warp, other_op.number)
-            fix = before_the_access(other_op, waited, self.checker.operations.by_number.values())
+            fix = before_the_access(other_op, waited, self.checker.operations.by_number.values(), cta)
             if this.what.startswith("reads "):
                 fix += instead(other_op, self.checker.operations.by_number.values())
             if memory == "global memory" and other_op.kind in WRITES and this.who.startswith(other_op.kind):
