@@ -191,7 +191,7 @@ def _check_target(out: Any, slots: Any, kv: Tensor, gate: Tensor | None, d: int,
         if not checks.is_tensor(out) or out.ndim not in (2, 3):
             accepted = "None, a tensor [rows, d] or [pages, page, d], an Fp8Cache or an IndexCache"
             checks.fail("out", checks.describe(out), accepted)
-        checks.output("out", out, (*out.shape[:-1], d), out.dtype, {"kv": kv})
+        checks.output("out", out, (*out.shape[:-1], d), (out.dtype,), {"kv": kv})
         checks.forward_only(out=out)
         checks.dtype("out", out.dtype, FLOATS)
     checks.apart("out", out.storage if isinstance(out, PackedRows) else out, {"kv": kv, "gate": gate})

@@ -203,8 +203,8 @@ def _padded(op: Operation, tensors: tuple, options: FmhaOptions, return_lse: boo
     wide, options = head_dims.padded(tensors, options)
     into = None
     if out is not None:
-        accepted = {q.dtype: None, torch.float32: None}  # fp32: partial results
-        checks.tensor("out", out, (*q.shape[:-1], v.shape[-1]), [*accepted], like=("q", q), unit_last=False)
+        accepted = (q.dtype, torch.float32)  # fp32: partial results
+        checks.tensor("out", out, (*q.shape[:-1], v.shape[-1]), accepted, like=("q", q), unit_last=False)
         checks.writable("out", out)
         checks.apart("out", out, dict(q=q, k=k, v=v))
         checks.forward_only(**dict(zip(op.tensors, tensors)), out=out)

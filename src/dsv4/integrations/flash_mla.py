@@ -125,7 +125,7 @@ def flash_mla_with_kvcache(
     if kv_format is not None:
         checks.fail("kv_format", checks.describe(kv_format), "None: rows of DeepSeek-V4 or V4.1")
     if out is not None:
-        checks.output("out", out, q.shape, q.dtype, {"q": q})
+        checks.output("out", out, q.shape, (q.dtype,), {"q": q})
     more: dict[str, Any] = dict(
         sink=attn_sink, softmax_scale=softmax_scale, deterministic=enable_batch_invariant, backend=backend
     )

@@ -230,9 +230,8 @@ def checked_outputs(op: Operation, given: Given, problem: Any) -> None:
     shapes = op.shapes(op.named(given.tensors, given.options))
     for name, x, (shape, dtype) in zip(op.outputs, given.outputs, shapes):
         if x is not None:
-            # a partial result in fp32 (see merge_states)
-            partial = name == "out" and op.second == "lse" and checks.is_tensor(x) and x.dtype == torch.float32
-            checks.output(name, x, shape, torch.float32 if partial else dtype, {"q": problem.q})
+            partial = [torch.float32] if name == "out" and op.second == "lse" else []  # see merge_states
+            checks.output(name, x, shape, [dtype, *partial], {"q": problem.q})
     if given.scratch is not None:
         if given.scratch.device != problem.q.device:
             checks.fail("plan", f"a plan on {given.scratch.device}", f"a plan on {problem.q.device}, the device of q")

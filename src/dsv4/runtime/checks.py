@@ -75,7 +75,7 @@ def tensor(
     if x.layout != torch.strided:
         fail(name, f"layout {x.layout}", "a dense strided tensor")
     if x.dtype not in dtypes:
-        names = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+        names = ", ".join(str(d).removeprefix("torch.") for d in dict.fromkeys(dtypes))
         fail(name, f"dtype {str(x.dtype).removeprefix('torch.')}", names)
     if like is not None and x.device != like[1].device:
         fail(name, f"a tensor on {x.device}", f"the device of {like[0]}, {like[1].device}")
@@ -263,11 +263,11 @@ def no_tangents(**tensors: Tensor | None) -> None:
             fail(name, "a tensor with a tangent (forward-mode derivative)", "tensors without one")
 
 
-def output(name: str, x: Any, shape: Sequence[int], dtype: torch.dtype, inputs: dict[str, Tensor]) -> Tensor:
-    """Check that x can be written: it has this shape and dtype, the device of the first input, and its elements do not
-    overlap. Whether it overlaps an input is for `apart`, or the runtime (calls.py)."""
+def output(name: str, x: Any, shape: Sequence[int], dtypes: Sequence[torch.dtype], inputs: dict[str, Tensor]) -> Tensor:
+    """Check that x can be written: it has this shape, one of these dtypes, the device of the first input, and its
+    elements do not overlap. Whether it overlaps an input is for `apart`, or the runtime (calls.py)."""
     like = next(iter(inputs.items()))
-    tensor(name, x, tuple(shape), (dtype,), like=like, unit_last=is_tensor(x) and x.ndim > 0)
+    tensor(name, x, tuple(shape), dtypes, like=like, unit_last=is_tensor(x) and x.ndim > 0)
     return writable(name, x)
 
 
