@@ -167,6 +167,16 @@ def test_writing_the_accumulator_before_a_product_requires_wgmma_fence():
     )
 
 
+def test_constants_that_a_compiler_sinks_below_the_fence_count_at_the_strict_level_only():
+    copied = "mov.f32 %f0, 0f00000000;\n" + "".join(f"mov.f32 %f{i}, %f0;\n" for i in range(1, 4))
+    for sunk in (ZERO, copied):
+        text = whole(FILL + PUBLISH + FENCE + ";\n" + sunk + PRODUCT + COMMIT + ";\n" + WAIT + " 0;\n" + USE)
+        assert not findings(text, OUT, strict=False)
+        assert findings(text, OUT).codes() == ["wgmma-registers"]
+    changed = text.replace("mov.f32 %f3, %f0;", "add.f32 %f3, %f0, %f0;")
+    assert findings(changed, OUT, strict=False).codes() == ["wgmma-registers"]
+
+
 def test_products_on_one_accumulator_need_no_fence_between_them():
     body = FILL + PUBLISH + ZERO + FENCE + ";\n" + PRODUCT + PRODUCT + COMMIT + ";\n" + WAIT + " 0;\n" + USE
     holds(lambda keep: whole(body if keep else body.replace(FENCE + ";\n", "")), args=OUT, code="wgmma-registers")

@@ -83,7 +83,9 @@ class AsyncRegisters(Emitter):
         if ins.opcode == "wgmma":
             return
         if self.wgmma_dirty is not None:
-            self.wgmma_dirty |= self.touched
+            sources = {("R", self.rows.get(name, -1)) for name in self.read}
+            constant = ins.opcode == "mov" and sources <= self.wgmma_constants
+            (self.wgmma_constants if constant else self.wgmma_dirty).update(self.touched)
         early = sorted({self.wgmma_pending[x] for x in self.touched & self.wgmma_pending.keys()})
         if early:
             from softsm.isa.wgmma import do_early_use

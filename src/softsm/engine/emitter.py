@@ -78,6 +78,7 @@ class Emitter:
         self.wgmma_busy: dict[tuple[str, int], frozenset] = {}  # row -> rows of the wgmma that uses it
         self.wgmma_settled: dict[tuple[str, int], frozenset] = {}  # the same, after an early use
         self.wgmma_dirty: set[tuple[str, int]] | None = None  # checking: registers used since the last wgmma.fence
+        self.wgmma_constants: set[tuple[str, int]] = set()  # those that were only set to a constant
         self.layout()
 
     # ---- where variables and parameters live -------------------------------------------------------------------
