@@ -356,11 +356,11 @@ def test_the_order_of_rows_in_the_l2_is_not_taken_by_deterministic_calls_nor_for
 
 
 def test_o_leaves_from_registers_where_ctas_have_several_whole_queries():
-    def pieces(queries: int, **changes) -> bool:
+    def pieces(queries: int, num_splits: int = 0, **options) -> bool:
         q = torch.empty(queries, 64, 512, dtype=torch.bfloat16, device="meta")
         lists = torch.empty(queries, 128, dtype=torch.int32, device="meta")
-        p = problem.build(q, torch.empty(65536, 512, dtype=torch.bfloat16, device="meta"), lists)
-        return entry.many(dataclasses.replace(p, **changes), dispatch.compile_target("sm_90a"))
+        p = problem.build(q, torch.empty(65536, 512, dtype=torch.bfloat16, device="meta"), lists, **options)
+        return entry.many(dataclasses.replace(p, num_splits=num_splits), dispatch.compile_target("sm_90a"))
 
     assert pieces(4 * 132)
     assert not pieces(4 * 132 - 1)
