@@ -305,6 +305,7 @@ def time(
         aside = redirect_stdout(sys.stderr) if json else nullcontext()  # what the program prints is not JSON
         with prediction.timed(device, clock, values) as timer, prediction.ending(given.file) as end, aside:
             execute("eager", 0)
+        prediction.expect_launches(timer, end)
         timers.append(timer)
         ends.append(end)
     typer.echo(prediction.shown(timers, ends, json))

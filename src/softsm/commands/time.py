@@ -22,6 +22,8 @@ from softsm.timing_model.timer import Timer, timing
 
 SCHEMA = "softsm.time/1"  # docs/reports.md; removing a field or changing its meaning needs another number
 
+NO_LAUNCH = "no time: no kernel was launched"
+
 STOPPED = """stopped with this error: launches after it have no time. If it was a check of results: while a program is
 timed, some CTAs of each grid run and products are not computed, so leave the check out (--values computes products,
 which helps where a grid has one CTA)."""
@@ -76,6 +78,12 @@ def ending(file: Path) -> Iterator[End]:
         end.words, end.failed = f"{shown}{file} {STOPPED}", True
 
 
+def expect_launches(timer: Timer, end: End) -> None:
+    """A program without launches has no time, whatever it was meant to launch."""
+    if not (timer.predictions or timer.left_out or end.words):
+        end.words, end.failed = NO_LAUNCH, True
+
+
 def shown(timers: list[Timer], ends: list[End], as_json: bool) -> str:
     if as_json:
         runs = [
@@ -91,7 +99,7 @@ def shown(timers: list[Timer], ends: list[End], as_json: bool) -> str:
         return json.dumps({"schema": SCHEMA, "softsm": __version__, **data}, indent=1)
     lines = []
     for t in timers:
-        lines += launches([report.text(p) for p in t.predictions]) or ["no launches"] * (not t.left_out)
+        lines += launches([report.text(p) for p in t.predictions])
         lines += [f"no time: {why}" for why in dict.fromkeys(t.left_out)]
         if len(t.predictions) > 1:
             without = f" without {len(t.left_out)} that have no time" if t.left_out else ""

@@ -58,6 +58,13 @@ def test_a_program_that_exits_has_its_times(tmp_path, status, code) -> None:
     assert ("ended with status 3" in done.output) == bool(code)
 
 
+def test_a_program_that_launches_nothing_has_no_time(tmp_path) -> None:
+    done = timed(tmp_path, "print('hello')\n")
+    assert done.exit_code == 1 and done.output.splitlines()[-1] == "no time: no kernel was launched"
+    found = json.loads(timed(tmp_path, "", "--json").stdout)
+    assert found["launches"] == [] and found["failure"] == "no time: no kernel was launched"
+
+
 def test_without_triton_the_missing_wheel_is_all_that_is_said(tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     (tmp_path / "doubled.ptx").write_text(PTX.replace("doubled", "doubled_without"))  # not in the cache
