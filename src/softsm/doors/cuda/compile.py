@@ -31,6 +31,7 @@ COMMON = (
 # and accumulators of wgmma would be stored there before they are complete.
 DEVICE = ("--cuda-device-only", "-O3", "-S", "-mllvm", "-inline-threshold=20000")
 HOST = ("--cuda-host-only", "-O1", "-fPIC", "-c")
+RUNTIME = ("host.cpp", "graphs.cpp")  # the second is included in the first
 LINK = ("-shared", "-Wl,-z,defs", "-Wl,-Bsymbolic", "-Wl,--wrap=exit", "-Wl,--wrap=abort")
 IR = ("-x", "ir", "--target=nvptx64-nvidia-cuda", "-nocudalib", "-O3", "-S", "-Xclang", "-disable-llvm-passes")
 CLUSTER_HEADERS = ("host_defines.h", "cuda_runtime.h", "softsm_toolkit.h")  # headers that define __cluster_dims__
@@ -98,7 +99,9 @@ def compiled(file: Path, arch: str, flags: Sequence[str] = ()) -> Program:
     folder = cache_folder() / "cuda" / digest("\n".join(facts).encode())
     if not (folder / "program.o").is_file():
         build(common, file, arch, folder, used)
-    library = folder / f"program-{digest((HERE / 'host.cpp').read_bytes() + repr(LINK).encode())[:8]}.so"
+    library = (
+        folder / f"program-{digest(b''.join((HERE / x).read_bytes() for x in RUNTIME) + repr(LINK).encode())[:8]}.so"
+    )
     if not library.is_file():
         link(common, folder, library)
     return Program((folder / "kernels.ptx").read_text(), library)

@@ -20,7 +20,7 @@ struct Served {
     int (*malloc)(void **at, size_t size, int host, void *stream);
     int (*free)(void *at, void *stream);
     int (*copy)(void *to, const void *from, size_t size, int kind, void *stream, int waits);
-    int (*set)(void *to, int value, size_t size, void *stream);
+    int (*set)(void *to, unsigned value, size_t count, void *stream, int width);
     int (*symbol)(void **at, const void *symbol, size_t end);
     int (*launch)(const void *kernel, const unsigned *shape, void **args, size_t shared, int how,
                   void *stream);
@@ -33,6 +33,7 @@ struct Served {
     int (*select)(int device);
     int (*synchronise)();
     int (*stream)(int what, void *stream, void *event);
+    int (*graph)(int what, const void *a, const void *b, size_t number);  // graphs.cpp
     void (*module)(const char *ptx);
     void (*function)(const void *kernel, const char *name);
     void (*variable)(const void *symbol, const char *name);
@@ -226,15 +227,15 @@ API cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, s
 API cudaError_t cudaMemset2D(void *to, size_t pitch, int value, size_t width, size_t height) {
     int status = (HERE, 0);
     for (size_t row = 0; row < height && !status; row++)
-        status = served.set((char *)to + row * pitch, value, width, nullptr);
+        status = served.set((char *)to + row * pitch, value, width, nullptr, 1);
     return done(status);
 }
 API cudaError_t cudaHostGetDevicePointer(void **at, void *host, unsigned) { return *at = host, cudaSuccess; }
 API cudaError_t cudaMemset(void *to, int value, size_t size) {
-    return HERE, done(served.set(to, value, size, nullptr));
+    return HERE, done(served.set(to, value, size, nullptr, 1));
 }
 API cudaError_t cudaMemsetAsync(void *to, int value, size_t size, cudaStream_t stream) {
-    return HERE, done(served.set(to, value, size, stream));
+    return HERE, done(served.set(to, value, size, stream, 1));
 }
 API cudaError_t cudaGetSymbolAddress(void **at, const void *symbol) { return done(served.symbol(at, symbol, 0)); }
 API cudaError_t cudaMemcpyToSymbol(const void *symbol, const void *from, size_t size, size_t offset,
@@ -252,12 +253,16 @@ API cudaError_t cudaMemcpyFromSymbol(void *to, const void *symbol, size_t size, 
 }
 
 API cudaError_t cudaMemcpyToSymbolAsync(const void *symbol, const void *from, size_t size, size_t offset,
-                                        cudaMemcpyKind kind, cudaStream_t) {
-    return cudaMemcpyToSymbol(symbol, from, size, offset, kind);
+                                        cudaMemcpyKind kind, cudaStream_t stream) {
+    void *at;
+    int status = (HERE, served.symbol(&at, symbol, 0));
+    return done(status ? status : served.copy((char *)at + offset, from, size, kind, stream, 0));
 }
 API cudaError_t cudaMemcpyFromSymbolAsync(void *to, const void *symbol, size_t size, size_t offset,
-                                          cudaMemcpyKind kind, cudaStream_t) {
-    return cudaMemcpyFromSymbol(to, symbol, size, offset, kind);
+                                          cudaMemcpyKind kind, cudaStream_t stream) {
+    void *at;
+    int status = (HERE, served.symbol(&at, symbol, 0));
+    return done(status ? status : served.copy(to, (char *)at + offset, size, kind, stream, 0));
 }
 
 // ---- launches ------------------------------------------------------------------------------------------------------
@@ -368,11 +373,6 @@ API cudaError_t cudaDeviceSynchronize() {
     done(served.stream(AWAITED, IN_ORDER, nullptr));
     return (cudaError_t)last;
 }
-API cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t function, void *data) {
-    served.synchronise();
-    softsm_guard(nullptr, 0);  // it runs behind the work of its stream
-    return function(data), cudaSuccess;
-}
 API cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *most) { return *least = *most = 0, cudaSuccess; }
 // Handles are numbers: 16 for the first stream, 32 for the second. The last bits tell what streams.py must know.
 static intptr_t streams, events;
@@ -414,6 +414,16 @@ API const char *cudaGetErrorName(cudaError_t error) {
         case 2: return "cudaErrorMemoryAllocation";
         case 9: return "cudaErrorInvalidConfiguration";
         case 13: return "cudaErrorInvalidSymbol";
+        case 401: return "cudaErrorIllegalState";
+        case 900: return "cudaErrorStreamCaptureUnsupported";
+        case 901: return "cudaErrorStreamCaptureInvalidated";
+        case 902: return "cudaErrorStreamCaptureMerge";
+        case 903: return "cudaErrorStreamCaptureUnmatched";
+        case 904: return "cudaErrorStreamCaptureUnjoined";
+        case 905: return "cudaErrorStreamCaptureIsolation";
+        case 906: return "cudaErrorStreamCaptureImplicit";
+        case 907: return "cudaErrorCapturedEvent";
+        case 910: return "cudaErrorGraphExecUpdateFailure";
         case 98: return "cudaErrorInvalidDeviceFunction";
         case 101: return "cudaErrorInvalidDevice";
         case 12: return "cudaErrorInvalidPitchValue";
@@ -432,6 +442,16 @@ API const char *cudaGetErrorString(cudaError_t error) {
         case 2: return "out of memory";
         case 9: return "invalid configuration argument";
         case 13: return "invalid device symbol";
+        case 401: return "the operation cannot be performed in the present state";
+        case 900: return "operation not permitted when stream is capturing";
+        case 901: return "operation failed due to a previous error during capture";
+        case 902: return "operation would result in a merge of separate capture sequences";
+        case 903: return "capture was not ended in the same stream as it began";
+        case 904: return "capturing stream has unjoined work";
+        case 905: return "dependency created on uncaptured work in another stream";
+        case 906: return "operation would make the legacy stream depend on a capturing blocking stream";
+        case 907: return "operation not permitted on an event last recorded in a capturing stream";
+        case 910: return "the graph update was not performed because it included changes which violated constraints";
         case 98: return "invalid device function";
         case 101: return "invalid device ordinal";
         case 12: return "invalid pitch argument";
@@ -474,3 +494,5 @@ API cudaError_t cudaGetDriverEntryPoint(const char *name, void **function, unsig
     if (status) *status = known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
     return cudaSuccess;
 }
+
+#include "graphs.cpp"

@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 
 from softsm.doors.cuda.compile import Program
+from softsm.doors.cuda.graphs import CALLS, Graphs, Refused
 from softsm.doors.cuda.guards import Guards, pages
-from softsm.doors.cuda.streams import DEFAULT, Place, Streams
+from softsm.doors.cuda.streams import DEFAULT, GRAPH, IN_ORDER, Place, Streams, named
 from softsm.engine.launch import CTA_SHARED, SM_SHARED, SM_THREADS, Kernel, ctas_per_sm, load
 from softsm.engine.program import SHARED_START
 from softsm.engine.ranks import Launch, together
@@ -35,7 +36,6 @@ from softsm.ptx.cplusplus import readable
 SUCCESS, INVALID_VALUE, NO_MEMORY, INVALID_CONFIGURATION = 0, 1, 2, 9
 INVALID_SYMBOL, INVALID_FUNCTION, INVALID_DEVICE, LAUNCH_FAILURE, TOO_LARGE = 13, 98, 101, 719, 720
 STATUS = {"out-of-bounds": 700, "assert": 710, "misaligned": 716}  # by code: the CUDA error of what stopped a kernel
-IN_ORDER = (1 << 64) - 1  # in place of a stream: when all work is complete
 CREATED, RECORDED, WAITED, AWAITED, AWAITED_EVENT = range(5)  # what happens to a stream or an event
 BETWEEN = 3  # cudaMemcpyDeviceToDevice
 DEPENDENT, COOPERATIVE = 1, 2  # how a kernel is launched
@@ -49,7 +49,7 @@ SERVED: dict[str, tuple[Any, tuple]] = {
     "malloc": (INT, (AT, SIZE, INT, AT)),
     "free": (INT, (AT, AT)),
     "copy": (INT, (AT, AT, SIZE, INT, AT, INT)),
-    "set": (INT, (AT, INT, SIZE, AT)),
+    "set": (INT, (AT, UINT, SIZE, AT, INT)),
     "symbol": (INT, (AT, AT, SIZE)),
     "launch": (INT, (AT, AT, AT, SIZE, INT, AT)),
     "most_shared": (INT, (AT, INT)),
@@ -60,6 +60,7 @@ SERVED: dict[str, tuple[Any, tuple]] = {
     "select": (INT, (INT,)),
     "synchronise": (INT, ()),
     "stream": (INT, (INT, AT, AT)),
+    "graph": (INT, (INT, AT, AT, SIZE)),
     "module": (None, (TEXT,)),
     "function": (None, (AT, TEXT)),
     "variable": (None, (AT, TEXT)),
@@ -92,6 +93,7 @@ class Runtime:
         self.failure: BaseException | None = None
         self.serves = INT()  # calls of `served` that have not returned
         self.streams, self.library = Streams(), Path()
+        self.graphs = Graphs(self)
         self.guards: Guards | None = None
         self.where = ctypes.c_ssize_t()  # where the last call is, as an offset in the library
         self.flush: Callable[[], None] = lambda: None  # prints what the host has buffered first
@@ -105,6 +107,10 @@ class Runtime:
             try:
                 self.look()
                 return function(*arguments)
+            except Refused as refused:
+                if refused.args[0]:
+                    print(f"softsm: {refused}", file=sys.stderr)
+                return refused.status
             except BaseException as problem:
                 self.failure = self.failure or problem
                 return None if result is None else self.failed()
@@ -143,12 +149,14 @@ class Runtime:
 
     def symbol(self, at: int, host: int, end: int) -> int:
         self.synchronise()
+        if end:  # a copy, for which the host waits
+            self.graphs.of(DEFAULT)
         array = self.variables.get(self.names.get(host, ""))
         if array is None:
             return INVALID_SYMBOL
         if end > array.nbytes:
             return INVALID_VALUE
-        if end:  # a copy, for which the host waits
+        if end:
             self.streams.host_waits(DEFAULT)
         AT.from_address(at).value = array.ctypes.data
         return SUCCESS
@@ -158,39 +166,63 @@ class Runtime:
     def malloc(self, at: int, size: int, host: int, stream: int | None = IN_ORDER) -> int:
         if size > MOST_BYTES:
             return NO_MEMORY
+        if stream == IN_ORDER:
+            self.graphs.forbid("cudaMalloc")
         raw = pages(size) if host else np.empty(size + ALIGNED, np.uint8)
         start = -(-raw.ctypes.data // ALIGNED) * ALIGNED
-        raw.fill(0xA5)  # what cudaMalloc returns is not zero
-        self.count += 1
-        self.live[start] = size, raw
         if host:
             self.streams.reachable[start] = size
         AT.from_address(at).value = start
-        self.transfer(stream, "cudaMallocAsync", [(start, size, True)])
-        return SUCCESS
+
+        def run(stream: int) -> int:
+            raw.fill(0xA5)  # what cudaMalloc returns is not zero
+            self.count += 1
+            self.live[start] = size, raw
+            self.transfer(stream, "cudaMallocAsync", [(start, size, True)])
+            return SUCCESS
+
+        return self.does("malloc", stream, run)
 
     def free(self, at: int | None, stream: int | None = IN_ORDER) -> int:
         """Frees memory: behind all work, or in a stream."""
-        self.synchronise()
         if not at:
             return SUCCESS
-        size, raw = self.live.pop(at, (0, None))
-        if raw is None:
-            return INVALID_VALUE
         if stream == IN_ORDER:
-            self.streams.host_waits_for_all()
-        self.transfer(stream, "cudaFreeAsync", [(at, size, True)])
-        self.streams.forget(at, size)
-        self.streams.reachable.pop(at, None)
-        self.freed.append((at, size, f"memory (cudaMalloc of {size} bytes)"))
-        return SUCCESS
+            self.graphs.forbid("cudaFree")
+
+        def run(stream: int) -> int:
+            self.synchronise()
+            size, raw = self.live.pop(at, (0, None))
+            if raw is None:
+                return INVALID_VALUE
+            if stream == IN_ORDER:
+                self.streams.host_waits_for_all()
+            self.transfer(stream, "cudaFreeAsync", [(at, size, True)])
+            self.streams.forget(at, size)
+            self.streams.reachable.pop(at, None)
+            self.freed.append((at, size, f"memory (cudaMalloc of {size} bytes)"))
+            return SUCCESS
+
+        return self.does("free", stream, run)
 
     def holds(self, at: int | None, size: int) -> bool:
         return at is not None and any(start <= at and at + size <= start + n for start, (n, _) in self.live.items())
 
-    def transfer(self, stream: int | None, name: str, ranges: list[tuple[int, int, bool]], waits: bool = False) -> None:
+    def does(self, kind: str, stream: int | None, run: Callable[[int], int]) -> int:
+        """Does work of a stream, on the selected device, or leaves it to the graph that is captured."""
+        at, device = named(stream or DEFAULT), self.device
+
+        def later(lane: int) -> int:
+            selected, self.device = self.device, device
+            status = run(lane)
+            self.device = selected
+            return status
+
+        return SUCCESS if self.graphs.takes(at, kind, later) else run(at)
+
+    def transfer(self, stream: int, name: str, ranges: list[tuple[int, int, bool]], waits: bool = False) -> None:
         if stream != IN_ORDER and self.devices() == 1:
-            self.streams.transfer(stream or DEFAULT, name, self.place(), ranges, waits)
+            self.streams.transfer(stream, name, self.place(), ranges, waits)
 
     def place(self) -> Place:
         return Place(self.library, self.where.value)
@@ -200,6 +232,9 @@ class Runtime:
     ) -> int:
         """Copies. kind: cudaMemcpyKind. A device address that no allocation holds is an error, as on a GPU.
         waits: the host waits for the copy."""
+        return self.does("copy", stream, lambda at: self.copied(to, source, size, kind, at, waits))
+
+    def copied(self, to: int | None, source: int | None, size: int, kind: int, stream: int, waits: int) -> int:
         self.synchronise()
         if self.failure is not None:  # an error stays
             return self.failed()
@@ -211,37 +246,46 @@ class Runtime:
                 return INVALID_VALUE
         if size:
             ctypes.memmove(to, source, size)  # type: ignore[arg-type]
-        # Memory that is not the runtime's own is staged: a copy from it has read it when the call returns, and the host
-        # waits for one into it.
+        # Memory that is not the runtime's own is staged, if not by a graph: a copy from it has read it when the call
+        # returns, and the host waits for one into it.
         ranges = [(at, size, at == to) for at in (to, source) if at is not None and self.holds(at, size)]
-        name, staged = ("cudaMemcpy" if waits else "cudaMemcpyAsync"), to is not None and not self.holds(to, size)
+        name, staged = ("cudaMemcpy" if waits else "cudaMemcpyAsync"), not stream & GRAPH and not self.holds(to, size)
         self.transfer(stream, name, ranges, staged or bool(waits) and kind != BETWEEN)
         return SUCCESS
 
-    def set(self, to: int | None, value: int, size: int, stream: int | None = IN_ORDER) -> int:
-        self.synchronise()
-        if self.failure is not None:
-            return self.failed()
-        if size and not self.holds(to, size):
-            return INVALID_VALUE
-        ctypes.memset(to, value & 255, size)  # type: ignore[arg-type]
-        self.transfer(stream, "cudaMemset", [(to or 0, size, True)])
-        return SUCCESS
+    def set(self, to: int | None, value: int, count: int, stream: int | None = IN_ORDER, width: int = 1) -> int:
+        """Sets `count` elements of `width` bytes."""
+        size, pattern = count * width, (value & (1 << 8 * width) - 1).to_bytes(width, "little")
+
+        def run(stream: int) -> int:
+            self.synchronise()
+            if self.failure is not None:
+                return self.failed()
+            if size and not self.holds(to, size):
+                return INVALID_VALUE
+            if size:
+                ctypes.memmove(to, pattern * count, size)  # type: ignore[arg-type]
+            self.transfer(stream, "cudaMemset", [(to or 0, size, True)])
+            return SUCCESS
+
+        return self.does("set", stream, run)
 
     def stream(self, what: int, stream: int | None, event: int | None) -> int:
         """Serves calls that order streams, see host.cpp."""
+        at, by = named(stream or DEFAULT), event or 0
+        if what in (AWAITED, AWAITED_EVENT):
+            self.graphs.awaited(at, by)
         if what == WAITED and self.devices() > 1:
             self.behind.add(self.device)
         if what in (AWAITED, AWAITED_EVENT):
             status = self.synchronise()
             if status or self.failure is not None:
                 return status or self.failed()
-        at, by = stream or DEFAULT, event or 0
         if what == CREATED:
             self.streams.created()
-        elif what == RECORDED:
+        elif what == RECORDED and not self.graphs.recorded(by, at):
             self.streams.record(by, at)
-        elif what == WAITED:
+        elif what == WAITED and not self.graphs.waits(at, by):
             self.streams.wait(at, by)
         elif what == AWAITED and stream == IN_ORDER:
             self.streams.host_waits_for_all()
@@ -309,9 +353,18 @@ class Runtime:
         if how & COOPERATIVE and self.devices() == 1:
             changes["workspace"] = self.workspace.ctypes.data
         shape = tuple(grid), tuple(block), shared, tuple(cluster), tuple(sorted(changes.items()))
-        self.waiting[self.device].append(Launch(kernel, shape, values, None, self.device in self.behind))
+        ordered = self.device in self.behind
         self.behind.discard(self.device)
-        return self.synchronise(stream) if self.devices() == 1 else SUCCESS
+
+        def run(stream: int) -> int:
+            self.waiting[self.device].append(Launch(kernel, shape, values, None, ordered))
+            return self.synchronise(stream) if self.devices() == 1 else SUCCESS
+
+        return self.does("kernel", stream, run)
+
+    def graph(self, what: int, a: int | None, b: int | None, number: int) -> int:
+        """Serves graphs, see graphs.py."""
+        return getattr(self.graphs, CALLS[what])(a or 0, b or 0, number)
 
     def devices(self) -> int:
         return len(self.waiting)

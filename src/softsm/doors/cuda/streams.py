@@ -25,7 +25,9 @@ from softsm.report.diagnostics import Diagnostic, Party
 
 Clock = dict[int, int]  # stream -> number
 DEFAULT, LEGACY, PER_THREAD = 0, 1, 2  # handles that a program need not create
+IN_ORDER = (1 << 64) - 1  # in place of a stream: all of them
 APART = 8  # bit of a handle: the stream is not ordered with the default one
+GRAPH, NUMBER, LANE = 1 << 60, 28, 4  # bit of the handle of a lane of a graph (graphs.py); where its numbers begin
 KEPT, KEPT_BYTES = 1024, 1 << 28  # of work that the host does not know to be complete; older work is forgotten
 
 
@@ -190,7 +192,14 @@ def apart(stream: int) -> bool:
     return bool(stream & APART)
 
 
+def lane_of(graph: int, lane: int) -> int:
+    """Returns the handle of a lane."""
+    return GRAPH | graph << NUMBER | lane << LANE | APART
+
+
 def title(stream: int) -> str:
+    if stream & GRAPH:
+        return f"graph {(stream ^ GRAPH) >> NUMBER}"
     known = {DEFAULT: "the default stream", PER_THREAD: "the stream of the thread"}
     return known.get(stream, f"stream {stream // 16}")
 

@@ -313,17 +313,12 @@ class Driver(Runtime):
     cuMemsetD8Async = cuMemsetD8
 
     def cuMemsetD32(self, a: list[int]) -> int:
-        return self.fill(a[0], np.uint32(number(a[1])), a[2])
+        return self.set(a[0], a[1], a[2], width=4)
 
     def cuMemsetD16(self, a: list[int]) -> int:
-        return self.fill(a[0], np.uint16(a[1] & 0xFFFF), a[2])
+        return self.set(a[0], a[1], a[2], width=2)
 
     cuMemsetD32Async, cuMemsetD16Async = cuMemsetD32, cuMemsetD16
-
-    def fill(self, at: int, value: np.generic, count: int) -> int:
-        if not self.holds(at, value.nbytes * count):
-            return INVALID_VALUE
-        return write(at, f"{value.nbytes * count}s", value.tobytes() * count)
 
     def cuMemAllocPitch(self, a: list[int]) -> int:
         pitch = -(-a[2] // PITCH) * PITCH

@@ -66,6 +66,10 @@ struct dim3 {
 enum cudaError_t {
     cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorMemoryAllocation = 2, cudaErrorInvalidDeviceFunction = 98,
     cudaErrorInvalidConfiguration = 9, cudaErrorInvalidSymbol = 13, cudaErrorNotSupported = 801,
+    cudaErrorIllegalState = 401, cudaErrorStreamCaptureUnsupported = 900, cudaErrorStreamCaptureInvalidated,
+    cudaErrorStreamCaptureMerge, cudaErrorStreamCaptureUnmatched, cudaErrorStreamCaptureUnjoined,
+    cudaErrorStreamCaptureIsolation, cudaErrorStreamCaptureImplicit, cudaErrorCapturedEvent,
+    cudaErrorGraphExecUpdateFailure = 910,
     cudaErrorNotReady = 600, cudaErrorIllegalAddress = 700, cudaErrorAssert = 710, cudaErrorMisalignedAddress = 716,
     cudaErrorLaunchFailure = 719, cudaErrorCooperativeLaunchTooLarge = 720, cudaErrorUnknown = 999
 };
@@ -129,6 +133,38 @@ struct cudaLaunchConfig_t {
     cudaLaunchAttribute *attrs;
     unsigned numAttrs;
 };
+typedef struct CUgraph_st *cudaGraph_t;
+typedef struct CUgraphExec_st *cudaGraphExec_t;
+typedef struct CUgraphNode_st *cudaGraphNode_t;
+enum cudaStreamCaptureMode {
+    cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal, cudaStreamCaptureModeRelaxed
+};
+enum cudaStreamCaptureStatus {
+    cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive, cudaStreamCaptureStatusInvalidated
+};
+enum cudaGraphExecUpdateResult {
+    cudaGraphExecUpdateSuccess, cudaGraphExecUpdateError, cudaGraphExecUpdateErrorTopologyChanged
+};
+struct cudaGraphExecUpdateResultInfo {
+    cudaGraphExecUpdateResult result;
+    cudaGraphNode_t errorNode, errorFromNode;
+};
+struct cudaKernelNodeParams {
+    void *func;
+    dim3 gridDim, blockDim;
+    unsigned sharedMemBytes;
+    void **kernelParams, **extra;
+};
+struct cudaMemsetParams {
+    void *dst;
+    size_t pitch;
+    unsigned value, elementSize;
+    size_t width, height;
+};
+struct cudaHostNodeParams {
+    cudaHostFn_t fn;
+    void *userData;
+};
 enum { cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2, cudaStreamDefault = 0, cudaEventDefault = 0 };
 enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess = 0, cudaDriverEntryPointSymbolNotFound = 1 };
 enum { cudaEnableDefault = 0 };
@@ -164,6 +200,10 @@ cudaError_t cudaMemcpyToSymbol(const void *symbol, const void *from, size_t size
                                cudaMemcpyKind kind = cudaMemcpyHostToDevice);
 cudaError_t cudaMemcpyFromSymbol(void *to, const void *symbol, size_t size, size_t offset = 0,
                                  cudaMemcpyKind kind = cudaMemcpyDeviceToHost);
+cudaError_t cudaMemcpyToSymbolAsync(const void *symbol, const void *from, size_t size, size_t offset,
+                                    cudaMemcpyKind kind, cudaStream_t stream = 0);
+cudaError_t cudaMemcpyFromSymbolAsync(void *to, const void *symbol, size_t size, size_t offset, cudaMemcpyKind kind,
+                                      cudaStream_t stream = 0);
 cudaError_t cudaGetSymbolAddress(void **at, const void *symbol);
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, const void *at);
 cudaError_t cudaMemGetInfo(size_t *free, size_t *total);
@@ -206,10 +246,36 @@ cudaError_t cudaLaunchCooperativeKernel(const void *kernel, dim3 grid, dim3 bloc
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *kernel, void **args);
 cudaError_t cudaGetDriverEntryPoint(const char *name, void **function, unsigned long long flags,
                                     cudaDriverEntryPointQueryResult *status = 0);
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode);
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph);
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *status);
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t *executable, cudaGraph_t graph, unsigned long long flags = 0);
+cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *executable, cudaGraph_t graph, unsigned long long flags);
+cudaError_t cudaGraphExecUpdate(cudaGraphExec_t executable, cudaGraph_t graph, cudaGraphExecUpdateResultInfo *result);
+cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream);
+cudaError_t cudaGraphUpload(cudaGraphExec_t executable, cudaStream_t stream);
+cudaError_t cudaGraphDestroy(cudaGraph_t graph);
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable);
+cudaError_t cudaGraphCreate(cudaGraph_t *graph, unsigned flags);
+cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *count);
+cudaError_t cudaGraphAddEmptyNode(cudaGraphNode_t *node, cudaGraph_t graph, const cudaGraphNode_t *behind, size_t count);
+cudaError_t cudaGraphAddKernelNode(cudaGraphNode_t *node, cudaGraph_t graph, const cudaGraphNode_t *behind,
+                                   size_t count, const cudaKernelNodeParams *parameters);
+cudaError_t cudaGraphAddMemcpyNode1D(cudaGraphNode_t *node, cudaGraph_t graph, const cudaGraphNode_t *behind,
+                                     size_t count, void *to, const void *from, size_t size, cudaMemcpyKind kind);
+cudaError_t cudaGraphAddMemsetNode(cudaGraphNode_t *node, cudaGraph_t graph, const cudaGraphNode_t *behind,
+                                   size_t count, const cudaMemsetParams *parameters);
+cudaError_t cudaGraphAddHostNode(cudaGraphNode_t *node, cudaGraph_t graph, const cudaGraphNode_t *behind, size_t count,
+                                 const cudaHostNodeParams *parameters);
+cudaError_t cudaGraphAddChildGraphNode(cudaGraphNode_t *node, cudaGraph_t graph, const cudaGraphNode_t *behind,
+                                       size_t count, cudaGraph_t child);
 unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared = 0, void *stream = 0);
 cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, void *stream);
 }
 
+inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t *executable, cudaGraph_t graph, cudaGraphNode_t *, char *, size_t) {
+    return cudaGraphInstantiate(executable, graph, 0);
+}
 template <typename T> inline cudaError_t cudaMalloc(T **at, size_t size) { return cudaMalloc((void **)at, size); }
 template <typename T> inline cudaError_t cudaMallocManaged(T **at, size_t size, unsigned flags = 1) {
     return cudaMallocManaged((void **)at, size, flags);
@@ -238,6 +304,16 @@ template <typename T>
 inline cudaError_t cudaMemcpyFromSymbol(void *to, const T &symbol, size_t size, size_t offset = 0,
                                         cudaMemcpyKind kind = cudaMemcpyDeviceToHost) {
     return cudaMemcpyFromSymbol(to, (const void *)&symbol, size, offset, kind);
+}
+template <typename T>
+inline cudaError_t cudaMemcpyToSymbolAsync(const T &symbol, const void *from, size_t size, size_t offset,
+                                           cudaMemcpyKind kind, cudaStream_t stream = 0) {
+    return cudaMemcpyToSymbolAsync((const void *)&symbol, from, size, offset, kind, stream);
+}
+template <typename T>
+inline cudaError_t cudaMemcpyFromSymbolAsync(void *to, const T &symbol, size_t size, size_t offset,
+                                             cudaMemcpyKind kind, cudaStream_t stream = 0) {
+    return cudaMemcpyFromSymbolAsync(to, (const void *)&symbol, size, offset, kind, stream);
 }
 template <typename T> inline cudaError_t cudaGetSymbolAddress(void **at, const T &symbol) {
     return cudaGetSymbolAddress(at, (const void *)&symbol);
