@@ -1,4 +1,5 @@
-"""softsm's own headers for programs without a CUDA toolkit: cooperative groups, half and bfloat16. Each group is right
+"""softsm's own headers for programs without a CUDA toolkit: cooperative groups, half and bfloat16,
+products of matrices. Each group is right
 and silent in every order, and a mistake with it is named."""
 
 import pytest
@@ -253,3 +254,67 @@ def test_what_ends_the_host_side_does_not_end_the_check(tmp_path, capfd):
     done = checked(tmp_path, text, "--order", "eager", "--clang-flags", "-DBAD")
     assert done.exit_code == 1 and "race: " in done.output and "ended with status 139" in done.output, done.output
     assert "was ended by a signal: Segmentation fault" in capfd.readouterr().err
+
+
+MATRICES = r"""
+#include <mma.h>
+#include <cstdio>
+using namespace nvcuda;
+template <typename A, typename B, int m, int n, int k, typename T, typename S, typename D>
+__global__ void product(const S *x, const S *y, const D *c, D *out) {
+    wmma::fragment<wmma::matrix_a, m, n, k, T, A> a;
+    wmma::fragment<wmma::matrix_b, m, n, k, T, B> b;
+    wmma::fragment<wmma::accumulator, m, n, k, D> sum, other;
+    wmma::load_matrix_sync(a, x, __is_same(A, wmma::row_major) ? 2 * k : m);
+    wmma::load_matrix_sync(b, y, __is_same(B, wmma::row_major) ? n : 2 * k);
+    wmma::load_matrix_sync(sum, c, m, wmma::mem_col_major);
+    wmma::fill_fragment(other, D(1));
+    wmma::mma_sync(sum, a, b, sum);
+    for (int i = 0; i < sum.num_elements; i++) sum.x[i] = sum.x[i] + other.x[i];
+    wmma::store_matrix_sync(out, sum, n, wmma::mem_row_major);
+}
+template <int m, int n, int k, typename T, typename S, typename D> void compare(const char *name) {
+    S *x, *y;
+    D *c, *out;
+    cudaMallocManaged(&x, 4096 * sizeof(S)), cudaMallocManaged(&y, 4096 * sizeof(S));
+    cudaMallocManaged(&c, m * n * sizeof(D)), cudaMallocManaged(&out, m * n * sizeof(D));
+    int wrong = 0, elements = wmma::fragment<wmma::matrix_a, m, n, k, T, wmma::row_major>::num_elements;
+    for (int rows_a = 0; rows_a < 2; rows_a++) for (int rows_b = 0; rows_b < 2; rows_b++) {
+        auto at_a = [&](int i, int l) { return rows_a ? 2 * k * i + l : i + m * l; };
+        auto at_b = [&](int l, int j) { return rows_b ? n * l + j : l + 2 * k * j; };
+        for (int i = 0; i < m; i++) for (int l = 0; l < k; l++) x[at_a(i, l)] = S((7 * i + 3 * l) % 11);
+        for (int j = 0; j < n; j++) for (int l = 0; l < k; l++) y[at_b(l, j)] = S((5 * j + 2 * l) % 7);
+        for (int i = 0; i < m; i++) for (int j = 0; j < n; j++) c[i + m * j] = D(i - j);
+        using R = wmma::row_major;
+        using C = wmma::col_major;
+        if (rows_a && rows_b) product<R, R, m, n, k, T><<<1, 32>>>(x, y, c, out);
+        if (rows_a && !rows_b) product<R, C, m, n, k, T><<<1, 32>>>(x, y, c, out);
+        if (!rows_a && rows_b) product<C, R, m, n, k, T><<<1, 32>>>(x, y, c, out);
+        if (!rows_a && !rows_b) product<C, C, m, n, k, T><<<1, 32>>>(x, y, c, out);
+        cudaDeviceSynchronize();
+        for (int i = 0; i < m; i++) for (int j = 0; j < n; j++) {
+            int sum = i - j + 1;
+            for (int l = 0; l < k; l++) sum += (7 * i + 3 * l) % 11 * ((5 * j + 2 * l) % 7);
+            wrong += (float)out[i * n + j] != sum;
+        }
+    }
+    printf("%s: %d elements, %d wrong\n", name, elements, wrong);
+}
+int main() {
+    compare<16, 16, 16, half, half, float>("half, float");
+    compare<32, 8, 16, half, half, half>("half");
+    compare<8, 32, 16, __nv_bfloat16, __nv_bfloat16, float>("bfloat16");
+    compare<32, 8, 16, signed char, signed char, int>("s8");
+    compare<16, 16, 16, unsigned char, unsigned char, int>("u8");
+    compare<16, 16, 8, wmma::precision::tf32, float, float>("tf32");
+    compare<8, 8, 4, double, double, double>("double");
+}
+"""
+
+
+def test_products_of_matrices_are_right_and_silent(tmp_path):
+    done = checked(tmp_path, MATRICES, "--order", "latest")
+    assert done.exit_code == 0 and "nothing found in 28 launches" in done.output, done.output
+    elements = {"half, float": 16, "half": 16, "bfloat16": 4, "s8": 16, "u8": 8, "tf32": 4, "double": 1}
+    said = [f"{name}: {count} elements, 0 wrong" for name, count in elements.items()]
+    assert [x for x in done.output.splitlines() if "elements" in x] == said, done.output
