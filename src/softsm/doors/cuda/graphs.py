@@ -37,7 +37,6 @@ class Refused(Exception):
 class Node(NamedTuple):
     kind: str
     run: Callable[[int], int]  # does the work in a stream, returns the CUDA status
-    place: int  # where the program gave it
     call: tuple[int, int] | None  # function and argument: the host calls it then
     behind: frozenset[int]
     lane: int
@@ -48,13 +47,11 @@ class Graph:
         self.nodes: list[Node] = []
         self.ends: list[int] = []  # the last node of each lane
 
-    def add(
-        self, kind: str, run: Callable[[int], int], place: int, call: tuple[int, int] | None, behind: Set[int]
-    ) -> int:
+    def add(self, kind: str, run: Callable[[int], int], call: tuple[int, int] | None, behind: Set[int]) -> int:
         number = len(self.nodes)
         lane = next((self.nodes[x].lane for x in sorted(behind) if x in self.ends), len(self.ends))
         self.ends[lane : lane + 1] = [number]
-        self.nodes.append(Node(kind, run, place, call, frozenset(behind), lane))
+        self.nodes.append(Node(kind, run, call, frozenset(behind), lane))
         return number
 
     def include(self, nodes: Iterable[Node], behind: Set[int]) -> set[int]:
@@ -63,7 +60,7 @@ class Graph:
         last: set[int] = set()
         for node in nodes:
             last -= (inside := {base + x for x in node.behind})
-            last.add(self.add(node.kind, node.run, node.place, node.call, inside or behind))
+            last.add(self.add(node.kind, node.run, node.call, inside or behind))
         return last or set(behind)
 
     def reached(self, front: Iterable[int]) -> set[int]:
@@ -109,8 +106,7 @@ class Graphs:
         """Keeps work of a captured stream."""
         capture = self.of(stream)
         if capture is not None:
-            place, front = self.runtime.where.value, capture.fronts[stream]
-            capture.fronts[stream] = {capture.graph.add(kind, run, place, call, front)}
+            capture.fronts[stream] = {capture.graph.add(kind, run, call, capture.fronts[stream])}
         return capture is not None
 
     def of(self, stream: int) -> Capture | None:
@@ -277,7 +273,6 @@ class Graphs:
         """Goes on with the launch of a graph, up to a function that host.cpp must call."""
         runtime = self.runtime
         for node, lane in self.replaying:
-            runtime.where.value = node.place
             status = node.run(lane)
             if status or runtime.failure is not None:
                 return status or runtime.failed()

@@ -74,7 +74,8 @@ def listed(at: int, kind: Any, count: int) -> list[int]:
 class Runtime:
     """The state of one run of a program."""
 
-    ASKING = "cudaFuncSetAttribute"
+    ASKING, ALLOCATES, FREES = "cudaFuncSetAttribute", "cudaMalloc", "cudaFree"  # what programs call
+    COPIES, SETS = "cudaMemcpy", "cudaMemset"
 
     def __init__(self, arch: str, sms: int, ranks: int = 1, **options: Any):
         self.arch, self.sms, self.options = arch, sms, options
@@ -96,6 +97,7 @@ class Runtime:
         self.graphs = Graphs(self)
         self.guards: Guards | None = None
         self.where = ctypes.c_ssize_t()  # where the last call is, as an offset in the library
+        self.given: Place | str | None = None  # where the program gave the work of a graph that runs now
         self.flush: Callable[[], None] = lambda: None  # prints what the host has buffered first
 
     def served(self, name: str, function: Callable) -> Callable:
@@ -167,7 +169,7 @@ class Runtime:
         if size > MOST_BYTES:
             return NO_MEMORY
         if stream == IN_ORDER:
-            self.graphs.forbid("cudaMalloc")
+            self.graphs.forbid(self.ALLOCATES)
         raw = pages(size) if host else np.empty(size + ALIGNED, np.uint8)
         start = -(-raw.ctypes.data // ALIGNED) * ALIGNED
         if host:
@@ -178,7 +180,7 @@ class Runtime:
             raw.fill(0xA5)  # what cudaMalloc returns is not zero
             self.count += 1
             self.live[start] = size, raw
-            self.transfer(stream, "cudaMallocAsync", [(start, size, True)])
+            self.transfer(stream, f"{self.ALLOCATES}Async", [(start, size, True)])
             return SUCCESS
 
         return self.does("malloc", stream, run)
@@ -188,7 +190,7 @@ class Runtime:
         if not at:
             return SUCCESS
         if stream == IN_ORDER:
-            self.graphs.forbid("cudaFree")
+            self.graphs.forbid(self.FREES)
 
         def run(stream: int) -> int:
             self.synchronise()
@@ -197,7 +199,7 @@ class Runtime:
                 return INVALID_VALUE
             if stream == IN_ORDER:
                 self.streams.host_waits_for_all()
-            self.transfer(stream, "cudaFreeAsync", [(at, size, True)])
+            self.transfer(stream, f"{self.FREES}Async", [(at, size, True)])
             self.streams.forget(at, size)
             self.streams.reachable.pop(at, None)
             self.freed.append((at, size, f"memory (cudaMalloc of {size} bytes)"))
@@ -210,13 +212,15 @@ class Runtime:
 
     def does(self, kind: str, stream: int | None, run: Callable[[int], int]) -> int:
         """Does work of a stream, on the selected device, or leaves it to the graph that is captured."""
-        at, device = named(stream or DEFAULT), self.device
+        at, device, place = named(stream or DEFAULT), self.device, self.place()
 
         def later(lane: int) -> int:
-            selected, self.device = self.device, device
-            status = run(lane)
-            self.device = selected
-            return status
+            before = self.device, self.given
+            self.device, self.given = device, place
+            try:
+                return run(lane)
+            finally:
+                self.device, self.given = before
 
         return SUCCESS if self.graphs.takes(at, kind, later) else run(at)
 
@@ -224,8 +228,8 @@ class Runtime:
         if stream != IN_ORDER and self.devices() == 1:
             self.streams.transfer(stream, name, self.place(), ranges, waits)
 
-    def place(self) -> Place:
-        return Place(self.library, self.where.value)
+    def place(self) -> Place | str:
+        return self.given or Place(self.library, self.where.value)
 
     def copy(
         self, to: int | None, source: int | None, size: int, kind: int, stream: int | None = IN_ORDER, waits: int = 1
@@ -249,7 +253,7 @@ class Runtime:
         # Memory that is not the runtime's own is staged, if not by a graph: a copy from it has read it when the call
         # returns, and the host waits for one into it.
         ranges = [(at, size, at == to) for at in (to, source) if at is not None and self.holds(at, size)]
-        name, staged = ("cudaMemcpy" if waits else "cudaMemcpyAsync"), not stream & GRAPH and not self.holds(to, size)
+        name, staged = self.COPIES + ("" if waits else "Async"), not stream & GRAPH and not self.holds(to, size)
         self.transfer(stream, name, ranges, staged or bool(waits) and kind != BETWEEN)
         return SUCCESS
 
@@ -265,7 +269,7 @@ class Runtime:
                 return INVALID_VALUE
             if size:
                 ctypes.memmove(to, pattern * count, size)  # type: ignore[arg-type]
-            self.transfer(stream, "cudaMemset", [(to or 0, size, True)])
+            self.transfer(stream, self.SETS, [(to or 0, size, True)])
             return SUCCESS
 
         return self.does("set", stream, run)
@@ -415,22 +419,12 @@ class Runtime:
         INT.from_address(at).value = known[attribute]
         return SUCCESS
 
-    def encode(self, to, kind, rank, address, dims, strides, box, steps, interleave, swizzle, promotion, fill) -> int:
+    def encode(self, to, kind, rank, address, dims, strides, box, steps, *rest) -> int:
         """Serves cuTensorMapEncodeTiled"""
         try:
-            image = tensor_map_image.encode_tiled(
-                kind,
-                rank,
-                address or 0,
-                listed(dims, ctypes.c_uint64, rank),
-                listed(strides, ctypes.c_uint64, rank - 1),
-                listed(box, UINT, rank),
-                listed(steps, UINT, rank),
-                interleave,
-                swizzle,
-                promotion,
-                fill,
-            )
+            sizes, strides = listed(dims, ctypes.c_uint64, rank), listed(strides, ctypes.c_uint64, rank - 1)
+            box, steps = listed(box, UINT, rank), listed(steps, UINT, rank)
+            image = tensor_map_image.encode_tiled(kind, rank, address or 0, sizes, strides, box, steps, *rest)
         except ValueError as problem:
             print(f"softsm: cuTensorMapEncodeTiled: {problem}", file=sys.stderr)
             return INVALID_VALUE

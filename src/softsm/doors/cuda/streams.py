@@ -86,7 +86,7 @@ class Streams:
         while len(self.work) > KEPT or sum(x.footprint.nbytes for x in self.work) > KEPT_BYTES:
             del self.work[0]
 
-    def launch(self, stream: int, who: str, source: Place, run: Callable[[], None]) -> None:
+    def launch(self, stream: int, who: str, source: Place | str, run: Callable[[], None]) -> None:
         """Runs a kernel, and compares it with the work that it may run beside."""
         checks, stream = self.checks, named(stream)
         if checks is None:
@@ -101,7 +101,9 @@ class Streams:
             checks.stream.beside, checks.stream.keeps, checks.stream.left = (), False, []
         self.done(stream, clock, Footprint(f"kernel {who} in {title(stream)}", source, left))
 
-    def transfer(self, stream: int, who: str, source: Place, ranges: list[tuple[int, int, bool]], waits: bool) -> None:
+    def transfer(
+        self, stream: int, who: str, source: Place | str, ranges: list[tuple[int, int, bool]], waits: bool
+    ) -> None:
         """Compares a copy or a set with the work that it may run beside. ranges: (address, size, whether it is
         written). waits: the host waits for it."""
         checks, stream = self.checks, named(stream)
@@ -144,7 +146,7 @@ class Streams:
     def guards(self) -> list[Guard]:
         return [guard for x in self.unordered(self.host) for guard in x.guards]
 
-    def accessed(self, address: int, writes: bool, source: Place) -> None:
+    def accessed(self, address: int, writes: bool, source: Place | str) -> None:
         """Compares an access of the host with the work that may still run. A flag tells it what came before."""
         for x in self.unordered(self.host):
             flags = next((int(p.between(at, at + 4)[0]) for p in x.footprint.parts for at in p.word(address)), 0)

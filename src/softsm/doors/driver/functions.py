@@ -17,21 +17,29 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib.abc import MetaPathFinder
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from softsm import accepted
+from softsm.doors.cuda.graphs import Refused
 from softsm.doors.cuda.runtime import (
+    AWAITED,
+    AWAITED_EVENT,
     COOPERATIVE,
+    CREATED,
     DEPENDENT,
     INVALID_CONFIGURATION,
     INVALID_FUNCTION,
     INVALID_SYMBOL,
     INVALID_VALUE,
+    RECORDED,
     SUCCESS,
+    WAITED,
     Runtime,
 )
+from softsm.doors.cuda.streams import APART, DEFAULT, IN_ORDER
 from softsm.doors.driver import library
 from softsm.doors.triton.in_use import ARCHITECTURES, DEFAULT_SMS
 from softsm.engine.launch import Kernel, load
@@ -42,21 +50,30 @@ NAMES = {
     0: "SUCCESS", 1: "ERROR_INVALID_VALUE", 2: "ERROR_OUT_OF_MEMORY", 101: "ERROR_INVALID_DEVICE",
     200: "ERROR_INVALID_IMAGE", 301: "ERROR_FILE_NOT_FOUND", 400: "ERROR_INVALID_HANDLE", 500: "ERROR_NOT_FOUND",
     700: "ERROR_ILLEGAL_ADDRESS", 710: "ERROR_ASSERT", 716: "ERROR_MISALIGNED_ADDRESS", 719: "ERROR_LAUNCH_FAILED",
-    720: "ERROR_COOPERATIVE_LAUNCH_TOO_LARGE", 801: "ERROR_NOT_SUPPORTED",
+    720: "ERROR_COOPERATIVE_LAUNCH_TOO_LARGE", 801: "ERROR_NOT_SUPPORTED", 401: "ERROR_ILLEGAL_STATE",
+    900: "ERROR_STREAM_CAPTURE_UNSUPPORTED", 901: "ERROR_STREAM_CAPTURE_INVALIDATED",
+    902: "ERROR_STREAM_CAPTURE_MERGE", 903: "ERROR_STREAM_CAPTURE_UNMATCHED", 904: "ERROR_STREAM_CAPTURE_UNJOINED",
+    905: "ERROR_STREAM_CAPTURE_ISOLATION", 906: "ERROR_STREAM_CAPTURE_IMPLICIT", 907: "ERROR_CAPTURED_EVENT",
+    910: "ERROR_GRAPH_EXEC_UPDATE_FAILURE",
 }  # fmt: skip
 OWN = {INVALID_CONFIGURATION: 1, INVALID_SYMBOL: NOT_FOUND, INVALID_FUNCTION: 400}  # errors the runtime alone has
 MAX_DYNAMIC_SHARED = 8  # attribute of a function
 MAJOR, MINOR = 75, 76  # attributes of a device: its compute capability
 PACKAGES = ("cuda.bindings", "pycuda")
-CONTEXT, STREAM, POOL = 0xC0, 0x50, 0x90  # what handles are, where there is one of a kind
+CONTEXT, POOL = 0xC0, 0x90  # what handles are, where there is one of a kind
 VERSION = 12080  # version of the driver
 TOGETHER, CLUSTER, PROGRAMMATIC = 2, 4, 6  # attributes of a launch
 ATTRIBUTE_BYTES = 72  # bytes of one attribute
 EXTRA_END, EXTRA_BUFFER, EXTRA_SIZE = 0, 1, 2  # CU_LAUNCH_PARAM_...
+NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+GRAPH_RESULT, OTHER_TOPOLOGY = (
+    16,
+    2,
+)  # place of the result of cuGraphInstantiateWithParams; a result of cuGraphExecUpdate
+LIBRARIES = {"softsm", "cuda", "pycuda", "ctypes"}  # modules that call for the program
 PITCH = 512  # bytes to which rows of pitched memory are padded
 DONE = (
-    "cuInit cuCtxSynchronize cuStreamSynchronize cuStreamQuery cuEventRecord cuEventRecordWithFlags cuEventSynchronize "
-    "cuEventQuery cuStreamWaitEvent cuModuleUnload cuLibraryUnload cuDevicePrimaryCtxRelease "
+    "cuInit cuGraphUpload cuModuleUnload cuLibraryUnload cuDevicePrimaryCtxRelease "
     "cuDevicePrimaryCtxSetFlags "
     "cuCtxDestroy cuStreamDestroy cuEventDestroy cuMemPoolSetAttribute "
     "cuDeviceSetMemPool cuMemPoolDestroy cuMemPoolTrimTo cuProfilerStart cuProfilerStop cuFuncSetCacheConfig "
@@ -81,15 +98,25 @@ LINKED = (
 SAYS: dict[str, tuple[int, str, int]] = {  # (which argument points to the answer, its format, the answer)
     "cuDriverGetVersion": (0, "i", VERSION), "cuDeviceGetCount": (0, "i", 1), "cuDeviceGet": (0, "i", 0),
     "cuCtxGetDevice": (0, "i", 0), "cuStreamGetDevice": (1, "i", 0), "cuDeviceTotalMem": (0, "Q", 1 << 37),
-    "cuStreamIsCapturing": (1, "i", 0), "cuStreamGetPriority": (1, "i", 0), "cuStreamGetFlags": (1, "I", 1),
+    "cuStreamGetPriority": (1, "i", 0), "cuStreamGetFlags": (1, "I", 1),
     "cuStreamGetCtx": (1, "Q", CONTEXT), "cuStreamGetId": (1, "Q", 1), "cuCtxGetId": (1, "Q", 1),
-    "cuStreamCreate": (0, "Q", STREAM), "cuStreamCreateWithPriority": (0, "Q", STREAM),
-    "cuEventCreate": (0, "Q", STREAM), "cuEventElapsedTime": (0, "f", 0),
+    "cuEventElapsedTime": (0, "f", 0),
     "cuDeviceGetDefaultMemPool": (0, "Q", POOL), "cuDeviceGetMemPool": (0, "Q", POOL),
     "cuMemPoolCreate": (0, "Q", POOL), "cuMemPoolGetAttribute": (2, "Q", 0), "cuCtxGetApiVersion": (1, "I", VERSION),
     "cuDeviceCanAccessPeer": (0, "i", 0), "cuCtxAttach": (0, "Q", CONTEXT), "cuCtxGetLimit": (0, "Q", 0),
     "cuCtxGetCacheConfig": (0, "i", 0), "cuCtxGetSharedMemConfig": (0, "i", 0),
 }  # fmt: skip
+# name -> (kind of the copy, or bytes of an element; whether a stream is the fourth argument)
+COPIES = {
+    f"cuMemcpy{name}{late}": (kind, bool(late))
+    for name, kind in {"": 4, "HtoD": 1, "DtoH": 2, "DtoD": 3}.items()
+    for late in ("", "Async")
+}
+SETS = {
+    f"cuMemset{name}{late}": (width, bool(late))
+    for name, width in {"D8": 1, "D16": 2, "D32": 4}.items()
+    for late in ("", "Async")
+}
 
 
 def read(at: int, form: str) -> tuple:
@@ -127,18 +154,20 @@ class Module(NamedTuple):
 class Driver(Runtime):
     """The state of one program. Methods called cu... are the functions of the interface; a list has their arguments."""
 
-    ASKING = "cuFuncSetAttribute"
+    ASKING, ALLOCATES, FREES = "cuFuncSetAttribute", "cuMemAlloc", "cuMemFree"
+    COPIES, SETS = "cuMemcpy", "cuMemset"
 
     def __init__(self, arch: str, sms: int, **options: Any):
         super().__init__(arch, sms, **options)
         self.modules: dict[int, Module] = {}  # by handle
         self.loaded: dict[int, Kernel] = {}  # kernels by handle
         self.context = 0
+        self.handles = 0  # streams and events
         self.strings: list[ctypes.Array] = []  # kept because the program has their addresses
 
     @classmethod
     def functions(cls) -> list[str]:
-        return sorted({*DONE, *SAYS, *(name for name in dir(cls) if name.startswith("cu"))})
+        return sorted({*DONE, *SAYS, *COPIES, *SETS, *(name for name in dir(cls) if name.startswith("cu"))})
 
     def serve(self, name: str, a: list[int]) -> int:
         """Serves a call of the library: no exception leaves it."""
@@ -151,8 +180,12 @@ class Driver(Runtime):
             if name in LINKED:
                 self.failure = self.failure or SoftsmError(f"softsm's CUDA driver has no {name}")
                 return NOT_SUPPORTED
-            status = getattr(self, name)(a)
+            status = self.moved(name, a) if name in COPIES or name in SETS else getattr(self, name)(a)
             return OWN.get(status, status)
+        except Refused as refused:
+            if refused.args[0]:
+                print(f"softsm: {refused}", file=sys.stderr)
+            return refused.status
         except BaseException as problem:
             self.failure = self.failure or problem
             return self.failed()
@@ -281,44 +314,29 @@ class Driver(Runtime):
     def cuMemAlloc(self, a: list[int]) -> int:
         return self.malloc(a[0], a[1], 0)
 
-    cuMemAllocAsync = cuMemAllocFromPoolAsync = cuMemAllocManaged = cuMemAllocHost = cuMemHostAlloc = cuMemAlloc
+    cuMemAllocManaged = cuMemAllocHost = cuMemHostAlloc = cuMemAlloc
+
+    def cuMemAllocAsync(self, a: list[int]) -> int:
+        return self.malloc(a[0], a[1], 0, a[2])
+
+    def cuMemAllocFromPoolAsync(self, a: list[int]) -> int:
+        return self.malloc(a[0], a[1], 0, a[3])
 
     def cuMemFree(self, a: list[int]) -> int:
         return self.free(a[0])
 
-    cuMemFreeAsync = cuMemFreeHost = cuMemFree
+    cuMemFreeHost = cuMemFree
 
-    def cuMemcpyHtoD(self, a: list[int]) -> int:
-        return self.copy(a[0], a[1], a[2], 1)
+    def cuMemFreeAsync(self, a: list[int]) -> int:
+        return self.free(a[0], a[1])
 
-    def cuMemcpyDtoH(self, a: list[int]) -> int:
-        return self.copy(a[0], a[1], a[2], 2)
-
-    def cuMemcpyDtoD(self, a: list[int]) -> int:
-        return self.copy(a[0], a[1], a[2], 3)
-
-    def cuMemcpy(self, a: list[int]) -> int:
-        return self.copy(a[0], a[1], a[2], 4)
-
-    cuMemcpyAsync, cuMemcpyHtoDAsync, cuMemcpyDtoHAsync, cuMemcpyDtoDAsync = (
-        cuMemcpy,
-        cuMemcpyHtoD,
-        cuMemcpyDtoH,
-        cuMemcpyDtoD,
-    )
-
-    def cuMemsetD8(self, a: list[int]) -> int:
-        return self.set(a[0], a[1], a[2])
-
-    cuMemsetD8Async = cuMemsetD8
-
-    def cuMemsetD32(self, a: list[int]) -> int:
-        return self.set(a[0], a[1], a[2], width=4)
-
-    def cuMemsetD16(self, a: list[int]) -> int:
-        return self.set(a[0], a[1], a[2], width=2)
-
-    cuMemsetD32Async, cuMemsetD16Async = cuMemsetD32, cuMemsetD16
+    def moved(self, name: str, a: list[int]) -> int:
+        """Copies, or sets."""
+        what, late = COPIES[name] if name in COPIES else SETS[name]
+        stream = a[3] if late else DEFAULT
+        if name in COPIES:
+            return self.copy(a[0], a[1], a[2], what, stream, not late)
+        return self.set(a[0], number(a[1]), a[2], stream, what)
 
     def cuMemAllocPitch(self, a: list[int]) -> int:
         pitch = -(-a[2] // PITCH) * PITCH
@@ -341,6 +359,76 @@ class Driver(Runtime):
         address, dims, strides, box, steps = a[3:8]
         return self.encode(a[0], kind, rank, address, dims, strides, box, steps, interleave, swizzle, promotion, fill)
 
+    # ---- streams and events ------------------------------------------------------------------------------------
+
+    def place(self) -> str:
+        """Returns the line of the program that calls."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in LIBRARIES:
+            frame = frame.f_back
+        return str(self.given or (f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""))
+
+    def cuStreamCreate(self, a: list[int]) -> int:
+        self.handles += 1
+        status = write(a[0], "Q", 16 * self.handles | (APART if a[1] & NON_BLOCKING else 0))
+        return status or self.stream(CREATED, None, None)
+
+    cuStreamCreateWithPriority = cuStreamCreate
+
+    def cuEventCreate(self, a: list[int]) -> int:
+        self.handles += 1
+        return write(a[0], "Q", 16 * self.handles)
+
+    def cuEventRecord(self, a: list[int]) -> int:
+        return self.stream(RECORDED, a[1], a[0])
+
+    cuEventRecordWithFlags = cuEventRecord
+
+    def cuStreamWaitEvent(self, a: list[int]) -> int:
+        return self.stream(WAITED, a[0], a[1])
+
+    def cuCtxSynchronize(self, a: list[int]) -> int:
+        return self.stream(AWAITED, IN_ORDER, None)
+
+    def cuStreamSynchronize(self, a: list[int]) -> int:
+        return self.stream(AWAITED, a[0], None)
+
+    def cuEventSynchronize(self, a: list[int]) -> int:
+        return self.stream(AWAITED_EVENT, None, a[0])
+
+    cuStreamQuery, cuEventQuery = cuStreamSynchronize, cuEventSynchronize
+
+    # ---- graphs ------------------------------------------------------------------------------------------------
+
+    def cuStreamBeginCapture(self, a: list[int]) -> int:
+        return self.graphs.begin(a[0], 0, number(a[1]))
+
+    def cuStreamEndCapture(self, a: list[int]) -> int:
+        return write(a[1], "Q", 0) or self.graphs.end(a[0], a[1], 0)
+
+    def cuStreamIsCapturing(self, a: list[int]) -> int:
+        return self.graphs.capturing(a[0], a[1], 0)
+
+    def cuGraphInstantiate(self, a: list[int]) -> int:
+        return self.graphs.instantiate(a[1], a[0], 0)
+
+    cuGraphInstantiateWithFlags = cuGraphInstantiate
+
+    def cuGraphInstantiateWithParams(self, a: list[int]) -> int:
+        return self.cuGraphInstantiate(a) or write(a[2] + GRAPH_RESULT, "Qi", 0, SUCCESS)
+
+    def cuGraphExecUpdate(self, a: list[int]) -> int:
+        status = self.graphs.update(a[0], a[1], 0)
+        return write(a[2], "i4xQQ", OTHER_TOPOLOGY if status else SUCCESS, 0, 0) or status
+
+    def cuGraphLaunch(self, a: list[int]) -> int:
+        return self.graphs.launch(a[0], 0, a[1])
+
+    def cuGraphDestroy(self, a: list[int]) -> int:
+        return self.graphs.forget(a[0], 0, 0)
+
+    cuGraphExecDestroy = cuGraphDestroy
+
     # ---- launches ----------------------------------------------------------------------------------------------
 
     def cuLaunchKernel(self, a: list[int]) -> int:
@@ -348,20 +436,20 @@ class Driver(Runtime):
         if kernel is not None and not args and a[10]:
             table = in_one_buffer(kernel, a[10])
             args = ctypes.addressof(table)
-        return self.start(kernel, sides[:3], sides[3:], (1, 1, 1), args, number(a[7]))
+        return self.start(kernel, sides[:3], sides[3:], (1, 1, 1), args, number(a[7]), 0, a[8])
 
     def cuLaunchKernelEx(self, a: list[int]) -> int:
-        *sides, shared, _, attributes, count = read(a[0], "7I4xQQI")
+        *sides, shared, stream, attributes, count = read(a[0], "7I4xQQI")
         cluster, how = (1, 1, 1), 0
         for at in range(attributes, attributes + ATTRIBUTE_BYTES * count, ATTRIBUTE_BYTES):
             which, *value = read(at, "I4x3I")
             cluster = tuple(value) if which == CLUSTER else cluster
             how |= {PROGRAMMATIC: DEPENDENT, TOGETHER: COOPERATIVE}.get(which, 0) if value[0] else 0
-        return self.start(self.loaded.get(a[1]), sides[:3], sides[3:], cluster, a[2], shared, how)
+        return self.start(self.loaded.get(a[1]), sides[:3], sides[3:], cluster, a[2], shared, how, stream)
 
     def cuLaunchCooperativeKernel(self, a: list[int]) -> int:
         sides = [number(x) for x in a[1:7]]
-        return self.start(self.loaded.get(a[0]), sides[:3], sides[3:], (1, 1, 1), a[9], number(a[7]), COOPERATIVE)
+        return self.start(self.loaded.get(a[0]), sides[:3], sides[3:], (1, 1, 1), a[9], number(a[7]), COOPERATIVE, a[8])
 
     def cuOccupancyMaxActiveBlocksPerMultiprocessor(self, a: list[int]) -> int:
         return write(a[0], "i", self.resident(self.loaded.get(a[1]), number(a[2]), a[3]))

@@ -195,6 +195,64 @@ def test_errors_have_names_and_the_launch_is_not_lost():
         np.testing.assert_array_equal(result(cuda, target), 3 * np.arange(N))
 
 
+def in_streams(cuda, kernel, target, source, *streams):
+    for stream in streams:
+        cuda.cuLaunchKernel(kernel, 4, 1, 1, 32, 1, 1, 0, stream, arguments(target, source, N), None)
+        source = target
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_work_of_two_streams_needs_an_order(ordered):
+    with softsm.checking() as report, softsm.driver("sm_90a"):
+        cuda, _, kernel, source, target = prepared()
+        streams = [cuda.answer("cuStreamCreate", 1) for _ in range(2)]
+        event = cuda.answer("cuEventCreate", 0)
+        in_streams(cuda, kernel, target, source, streams[0])
+        cuda.cuEventRecord(event, streams[0])
+        if ordered:
+            cuda.cuStreamWaitEvent(streams[1], event, 0)
+        in_streams(cuda, kernel, source, target, streams[1])
+        cuda.cuStreamSynchronize(streams[1])
+        np.testing.assert_array_equal(result(cuda, source), 9 * np.arange(N))
+    assert set(report.codes()) == (set() if ordered else {"race"})
+    if not ordered:
+        assert "the kernel scale in stream 1" in str(report) and "test_functions.py:" in str(report)
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_graph_is_captured_and_launched(joined, capsys):
+    with softsm.checking() as report, softsm.driver("sm_90a"):
+        cuda, _, kernel, source, target = prepared()
+        stream, event = cuda.answer("cuStreamCreate", 1), cuda.answer("cuEventCreate", 0)
+        cuda.cuStreamBeginCapture_v2(stream, 0)
+        cuda.cuMemsetD32Async(target, 7, N, stream)
+        cuda.cuEventRecord(event, stream)
+        other = cuda.answer("cuStreamCreate", 1)
+        cuda.cuStreamWaitEvent(other, event, 0)
+        in_streams(cuda, kernel, target, source, other)
+        cuda.cuEventRecord(event, other)
+        out, graph = np.zeros(N, np.uint32), Q()
+        if not joined:
+            with pytest.raises(OSError, match="cuStreamEndCapture: 904"):
+                cuda.cuStreamEndCapture(stream, ctypes.byref(graph))
+            assert "does not wait for all others of the capture" in capsys.readouterr().err
+            return
+        status = I()
+        cuda.cuStreamIsCapturing(other, ctypes.byref(status))
+        assert status.value == 1
+        cuda.cuStreamWaitEvent(stream, event, 0)
+        cuda.cuMemcpyDtoHAsync_v2(out.ctypes.data, target, 4 * N, stream)
+        cuda.cuStreamEndCapture(stream, ctypes.byref(graph))
+        assert not out.any() and result(cuda, target)[5] != 15
+        executable = cuda.answer("cuGraphInstantiateWithFlags", graph.value, 0)
+        cuda.cuGraphDestroy(graph.value)
+        for _ in range(2):
+            cuda.cuGraphLaunch(executable, stream)
+        cuda.cuStreamSynchronize(stream)
+        np.testing.assert_array_equal(out, 3 * np.arange(N))
+    assert not report.codes(), report
+
+
 @pytest.mark.parametrize("call", ["cuFuncSetAttribute", "cuKernelSetAttribute"])
 def test_much_shared_memory_must_be_asked_for(call, capsys):
     with softsm.driver("sm_90a"):
