@@ -45,6 +45,11 @@ class Access:
         """Executions that each look represents."""
         return self.ran / self.looks if self.looks else 0.0
 
+    def sent(self, line: float) -> float:
+        """Returns the bytes of L2's time that the sampled stores take, of which a part of a line takes at least
+        `line`."""
+        return max(line * self.lines, min(self.bytes, SECTOR * self.units))
+
 
 def wavefronts(addresses: np.ndarray, size: int) -> np.ndarray:
     """Returns the wavefronts of accesses [n, 32] to shared memory. A bank serves one word at a time; wide accesses

@@ -17,17 +17,19 @@ from softsm.timing_model import machine
 from softsm.timing_model.parameters import Gpu
 from softsm.timing_model.sass import NONE, WARPGROUP_PRODUCTS, Code, Sass
 
-# Pipes of a scheduler. Opcodes are matched by their longest prefix.
-PIPES = ("control", "fma", "alu", "imad", "mufu", "half", "uniform", "memory", "convert", "hmma", "fp64", "pack")
+# Pipes of a scheduler, and the kinds of instructions that share the pipe of another kind: ptxas issues FFMA two cycles
+# after IMAD or HFMA2, LOP3 two after F2FP, and MUFU eight after F2I. Opcodes are matched by their longest prefix.
+PIPES = ("control", "fma", "alu", "mufu", "half", "uniform", "memory", "hmma", "fp64")
+SHARING = {"imad": "fma", "half": "fma", "pack": "alu", "convert": "mufu"}
 COMPUTES = ("fma", "imad", "alu", "pack", "mufu", "half", "convert")  # they compete with products for register ports
 _TABLE = {
     "fma": "FFMA FADD FMUL FFMA2 FADD2 FMUL2",
-    "imad": "IMAD IDP",
-    "alu": "FMNMX FSEL FSET FSETP FSWZADD IADD3 IADD ISETP LEA LOP3 LOP PLOP3 SEL SHF PRMT SGXT VIADD VIADDMNMX VIMNMX "
-    "IMNMX "
+    "imad": "IMAD IDP VIADD",
+    "alu": "FMNMX FSEL FSET FSETP FSWZADD IADD3 IADD ISETP LEA LOP3 LOP PLOP3 SEL SHF PRMT SGXT VIADDMNMX VIMNMX IMNMX "
+    "HMNMX2 VHMNMX "
     "VABSDIFF IABS BMSK MOV P2R R2P I2FP LOP32 FMNMX3 VIMNMX3 VOTE VOTEU CS2R FCHK",
     "mufu": "MUFU",
-    "half": "HADD2 HMUL2 HFMA2 HMNMX2 HSET2 HSETP2",
+    "half": "HADD2 HMUL2 HFMA2 HSET2 HSETP2",
     "uniform": "U R2UR S2UR REDUX",
     "memory": "LD ST SHFL ATOM RED LDGSTS LDSM STSM SYNCS ARRIVES CCTL LDTM STTM S2R MATCH BMOV QSPC",
     "convert": "F2F F2I I2F FRND POPC FLO BREV I2I F2I.FTZ I2F.RP",
@@ -80,6 +82,12 @@ def pipe_of(opcode: str) -> str:
         if opcode.startswith(prefix) and (prefix not in ("U", "D") or opcode[1:2].isupper()):
             return pipe
     return "control"
+
+
+def place_of(opcode: str) -> int:
+    """Returns the number of the pipe that an instruction occupies."""
+    kind = pipe_of(opcode)
+    return PIPES.index(kind if opcode.startswith("HFMA2.MMA") else SHARING.get(kind, kind))
 
 
 @dataclass
@@ -183,7 +191,7 @@ def _interval(op: str, pipe: str, gpu: Gpu) -> float:
         return gpu["membar"]
     if op.startswith(("STS", "STG")) and lane_bytes(op) > 4:
         return gpu["interval.store.128" if lane_bytes(op) == 16 else "interval.store.64"]
-    if op.startswith("IMAD.HI"):
+    if op.startswith(("IMAD.HI", "IMAD.WIDE")):
         return 2 * gpu["interval.imad"]
     if op.startswith("HMMA") and "1688" in op and "16816" not in op:
         return gpu["interval.hmma"] / 2
@@ -209,7 +217,7 @@ def fixed_costs(code: Code, gpu: Gpu) -> Costs:
         op, name = ins.opcode, pipe_of(ins.opcode)
         kind, units, extra, port = _kind(ins)
         quiet = kind in (r.PLAIN, r.TAKEN)
-        ints[i] = kind, PIPES.index(name), max(ins.stall, 1), ins.sets, ins.holds, ins.waits, 0, quiet
+        ints[i] = kind, place_of(op), max(ins.stall, 1), ins.sets, ins.holds, ins.waits, 0, quiet
         if op.startswith("LDGSTS") and ".BYPASS" not in op:
             units = gpu["copy.l1"]
         narrow = f"product.rs.{round(2 * units)}"
@@ -279,6 +287,10 @@ def costs_of(code: Code, gpu: Gpu, access: dict, l1: float = 1.0, changing: list
                 values[i, r.UNITS] *= absent[tensor] if absent and 0 <= tensor < len(absent) else 1.0
         else:
             values[i, r.UNITS], values[i, r.LSU_CYCLES] = 32 * found.units / each, found.lines / each
+            if kind == r.WRITE:
+                part = gpu["hbm.write"] / gpu["l2.parts"]
+                values[i, r.UNITS] = found.sent(part) / each
+                values[i, r.EXTRA] = found.bytes < part * found.lines
             if kind == r.ATOMIC and found.tensors:
                 tensor = max(found.tensors, key=found.tensors.get)
                 values[i, r.UNITS] *= changing[tensor] if changing and 0 <= tensor < len(changing) else 1.0

@@ -211,7 +211,7 @@ def results(s, w, t, i, k, m, sm, en):
     elif k == READ:
         read = max(t, s.engines[en + LSU_FREE]) + max(1.0, s.values[m + LSU_CYCLES])
         s.engines[en + LSU_FREE] = read
-        done = t + s.p[L1_LATENCY]
+        done = read - 1.0 + s.p[L1_LATENCY]
         # One in every few loads of a warp fetches something, starting with the first; the others hit L1.
         a = int(s.values[m + FIRST]) * s.sizes[N_WARPS] + w
         x = s.values[m + EXTRA]
@@ -231,8 +231,11 @@ def results(s, w, t, i, k, m, sm, en):
         s.w_last[5 * w + 4] = max(s.w_last[5 * w + 4], done)
     elif k == WRITE:
         read = max(t, s.engines[en + LSU_FREE]) + max(1.0, u / 128.0)
+        x = max(t, s.engines[en + WRITE_FREE]) + u * s.p[STORE_CYCLE]
+        s.engines[en + WRITE_FREE] = x
+        if s.values[m + EXTRA] > 0:  # parts of lines: the next access waits until L2 has accepted them
+            read = max(read, x)
         s.engines[en + LSU_FREE] = read
-        s.engines[en + WRITE_FREE] = max(t, s.engines[en + WRITE_FREE]) + u * s.p[STORE_CYCLE]
     elif k == ATOMIC:
         read = max(t, s.engines[en + LSU_FREE]) + max(1.0, s.values[m + LSU_CYCLES])
         s.engines[en + LSU_FREE] = read

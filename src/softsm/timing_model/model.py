@@ -465,7 +465,7 @@ class Model:
         us, sms = 1e-3 / f, self.sms
         needs = dict(zip(ENGINES, (self.work / sms * us).tolist()))
         read = sum(s.asked * s.granules / self.l2_share(s, sms) / sms for s in self.sources)
-        written = (sum(s.written for s in self.sources) + self.spilled) / g["hbm.write"]
+        written = (sum(s.sent for s in self.sources) + self.spilled) / g["hbm.write"]
         changed, drained = sum(self.atomics.ns), self.drained_ns()
         device = sum(s.asked * s.device * self.device_cost(s) + min(s.atomic, s.size) for s in self.sources)
         sums = max(0.0, sum(min(s.atomic, s.size) for s in self.sources) - g["l2.held"])

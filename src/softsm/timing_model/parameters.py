@@ -133,6 +133,7 @@ HOPPER = {
     "l2.rate": _p(9100.0, "bytes/ns", OURS, "A", 8500, 10100),
     "hbm.rate": _p(4600.0, "bytes/ns", OURS, "A", 4400, 4650),
     "hbm.write": _p(4400.0, "bytes/ns", OURS, "A", 4350, 4760),
+    "l2.parts": _p(79.0, "parts of lines/ns that threads write", EVERYDAY, "A", 64, 80),  # st.32 scattered over 8 MB
     "hbm.mixed": _p(3900.0, "bytes/ns written beside reads", DRAWN, "B", 3800, 4400),
     "hbm.rows": _p(2700.0, "bytes/ns written by CTAs along rows of their own, 2 KB at a time", DRAWN, "B", 2300, 3200),
     "hbm.rows.wide": _p(3450.0, "bytes/ns, more at a time", DRAWN, "B", 3200, 3900),
@@ -207,6 +208,7 @@ BLACKWELL = HOPPER | {
     ),
     "hbm.rows": _p(5000, "bytes/ns written by CTAs along rows of their own", "the H200's share", "D", 4200, 7000),
     "hbm.rows.wide": _p(6400, "bytes/ns, more at a time", "the H200's share", "D", 5900, 7200),
+    "l2.parts": _p(88.0, "parts of lines/ns that threads write", "the H200's, by the number of SMs", "D", 70, 176),
     "hbm.mixed": _p(7200, "bytes/ns written beside reads", GLUON, "B", 6900, 7300),
     "cta.rate": _p(1.86, "CTAs/ns of the GPU", "the H200's, by the number of SMs", "D", 1.6, 2.0),
     # The clock falls with the utilisation of the tensor cores, most of all in runs as long as a benchmark's.

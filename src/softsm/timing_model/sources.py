@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from softsm.timing_model.accesses import SECTOR
 from softsm.timing_model.follow import addressed_by
 from softsm.timing_model.grid import over_grid
 from softsm.timing_model.machine import CP_ASYNC, GATHER, LOAD
@@ -35,6 +36,7 @@ class Source:
     lines: float = 0.0  # lines of 128 bytes that contain the requested bytes, whole or not
     blocks: float = 0.0  # blocks of 64 bytes, if the reads are scattered words
     written: float = 0.0
+    sent: float = 0.0  # ... as bytes of L2's time: parts of lines take more of it
     atomic: float = 0.0  # bytes of sectors that atomic operations change
     device: float = 0.0  # share of `asked` that device memory delivers
     random: bool = False
@@ -123,11 +125,18 @@ def sources_of(trace: LaunchTrace, gpu: Gpu, recent: dict[str, float], slots: in
                 steps = np.diff(np.array(starts))
                 # A regular pattern has a few distinct steps, whatever the number of copies.
                 out[tensor].random |= len(np.unique(steps[np.abs(steps) > ROW])) > 32
+    stores: dict[int, list[float]] = {}  # of each tensor that threads write: bytes as L2 takes them, and of all sectors
     for a in trace.access.values():
-        if a.space == "store" and 2 * a.along > a.looks and a.tensors:
+        if a.space == "store" and a.tensors:
             tensor = max(a.tensors, key=lambda n: a.tensors[n])
             if 0 <= tensor < len(out):
-                out[tensor].rows += a.bytes / a.looks * len(trace.clusters[0].warps)
+                both = stores.setdefault(tensor, [0.0, 0.0])
+                both[0] += a.sent(gpu["hbm.write"] / gpu["l2.parts"]) * a.times
+                both[1] += SECTOR * a.units * a.times
+                out[tensor].rows += a.bytes / a.looks * len(trace.clusters[0].warps) * (2 * a.along > a.looks)
+    for n, s in enumerate(out):
+        sent, sectors = stores.get(n, (1.0, 1.0))
+        s.sent = s.written * sent / max(sectors, 1.0)
     l2, held = gpu["l2.bytes"], gpu["l2.held"]
     if sum(s.size for s in out if s.copied) > HELD[0] * held:
         for tensor, parts in parts_of(trace).items():

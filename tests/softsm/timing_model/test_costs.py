@@ -1,6 +1,7 @@
 """What machine instructions cost in a run."""
 
 import numpy as np
+import pytest
 
 from softsm.timing_model import costs, machine, sass
 from softsm.timing_model.accesses import Access
@@ -73,3 +74,65 @@ def test_copies_of_less_than_16_bytes_go_through_l1() -> None:
     made.append(sass.Sass(2, "LDGSTS.E.BYPASS.128", "[R1], desc[UR4][R2.64]", 1, False))
     found = costs.fixed_costs(sass.Code(made, [range(3)], 32, 0), GPUS["h200"])
     assert found.values[:3, machine.UNITS].tolist() == [5.4, 5.4, 0]
+
+
+# Two independent instructions, and the cycles that ptxas leaves between them.
+PAIRS = {
+    "mad.lo.s32 {}, {}, %r1, %r2; fma.rn.f32 {}, {}, %f1, %f2;": ("IMAD", "FFMA", 2),
+    "fma.rn.f16x2 {}, {}, %r1, %r2; mad.lo.s32 {}, {}, %r1, %r2;": ("HFMA2", "IMAD", 2),
+    "add.s32 {}, {}, 77; xor.b32 {}, {}, %r1;": ("VIADD", "LOP3", 1),
+    "cvt.rn.bf16x2.f32 {}, {}, %f1; xor.b32 {}, {}, %r1;": ("F2FP", "LOP3", 2),
+    "max.f16x2 {}, {}, %r1; xor.b32 {}, {}, %r1;": ("HMNMX2", "LOP3", 2),
+    "ex2.approx.ftz.f32 {}, {}; cvt.rpi.f32.f32 {}, {};": ("MUFU", "FRND", 8),
+}
+CHAINS = """
+.version 8.3 .target sm_90a .address_size 64
+.visible .entry k(.param .u64 x)
+{{
+  .reg .b32 %r<4>, %f<4>, %c<16>; .reg .b64 %d<2>;
+  ld.param.u64 %d1, [x]; mov.u32 %r1, %tid.x; mov.u32 %r2, %ctaid.x; cvt.rn.f32.u32 %f1, %r1; cvt.rn.f32.u32 %f2, %r2;
+{0} st.global.b32 [%d1], %c0; ret;
+}}"""
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("pair", PAIRS)
+def test_instructions_share_the_pipes_that_ptxas_assumes(pair: str) -> None:
+    """Chains of these instructions: where neighbours do not depend on each other, only the pipe keeps them apart."""
+    pytest.importorskip("triton")
+    first, second, cycles = PAIRS[pair]
+    begin = "".join(f"  add.u32 %c{c}, %r1, {c + 1};\n" for c in range(16))
+    turn = "".join(pair.format(*(f"%c{c}" for c in (n, n, n + 1, n + 1))) + "\n" for n in range(0, 16, 2))
+    end = "".join(f"  xor.b32 %c0, %c0, %c{c};\n" for c in range(1, 16))
+    made = sass.code_of(CHAINS.format(begin + 3 * turn + end), "sm_90a").instructions
+    both = [(a, b) for a, b in zip(made, made[1:]) if ".MMA" not in a.opcode + b.opcode]  # HFMA2 has a second pipe
+    apart = [a.stall for a, b in both if a.opcode.startswith(first) and b.opcode.startswith(second)]
+    assert min(apart) == cycles
+    assert (costs.place_of(first) == costs.place_of(second)) == (cycles > 1)
+
+
+def test_wide_products_take_the_pipe_twice_as_long() -> None:
+    """ptxas lets four cycles pass behind IMAD.WIDE, two behind IMAD and VIADD."""
+    made = [sass.Sass(n, op, "", 1, False) for n, op in enumerate(("IMAD.WIDE", "IMAD.MOV.U32", "VIADD", "FFMA"))]
+    found = costs.fixed_costs(sass.Code(made, [range(4)], 32, 0), GPUS["h200"])
+    assert found.values[:4, machine.INTERVAL].tolist() == [4, 2, 2, 1.02]
+    assert len(set(found.ints[:4, machine.PIPE_OF].tolist())) == 1
+
+
+@pytest.mark.parametrize(
+    ("lines", "sectors", "parts"),
+    [
+        (32, 32, 32),  # a line for each lane
+        (4, 16, 4),  # every fourth word
+        (1, 4, 0),  # a whole line
+        (1, 1, 1),  # one word for all lanes
+    ],
+)
+def test_l2_takes_parts_of_lines_one_by_one(lines: int, sectors: int, parts: int) -> None:
+    """Measured: 2.46 stores/ns of 32 words at random in 8 MB are 79 parts of lines/ns, and whole lines 34."""
+    gpu = GPUS["h200"]
+    store = sass.Sass(index=0, opcode="STG.E", text="", line=1, guarded=False)
+    found = Access(looks=2, ran=2, units=2 * sectors, lines=2 * lines, bytes=256, space="store")
+    made = costs.costs_of(sass.Code([store], [range(1)], 32, 0), gpu, {1: found})
+    assert made.values[0, machine.UNITS] / gpu["hbm.write"] == pytest.approx(parts / 79 if parts else 128 / 4400)
+    assert made.values[0, machine.EXTRA] == (parts > 2)

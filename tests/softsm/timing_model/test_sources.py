@@ -128,6 +128,15 @@ def test_pieces_of_rows_are_written_at_their_own_rates():
     assert ways == ["hbm.rows", "hbm.rows.wide", "hbm.mixed"]
 
 
+def test_parts_of_lines_are_counted_one_by_one():
+    """Threads that write a word of each line: L2 takes 79 of them per ns, and 34 whole lines."""
+    cluster = ClusterTrace((0, 0, 0), 0, [WarpTrace(0, 0)], traffic=Counter({(0, "write"): 4 * 32 * 32}))
+    store = Access(looks=4, ran=4, units=4 * 32, lines=4 * 32, bytes=4 * 128, space="store", tensors={0: 1})
+    trace = SimpleNamespace(clusters=[cluster], tensors=[("a", 1 << 20)], total=1, access={7: store})
+    (found,) = sources_of(trace, GPUS["h200"], {})
+    assert found.sent / GPUS["h200"]["hbm.write"] == pytest.approx(4 * 32 / 79)
+
+
 def test_tensors_that_tma_reads_are_known():
     """Their lines are asked for at once: L2 answers more of those who share them together."""
     events = [(7, LOAD, 0, 4096, 1), (8, CP_ASYNC, 0, 512, 4), (9, LOAD, 0, 4096, -2)]

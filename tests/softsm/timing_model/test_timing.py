@@ -23,10 +23,11 @@ LOOP:
 }"""
 
 
-def predicted(body: str, rounds: int = 50, grid: int = 132):
+def predicted(body: str, rounds: int = 50, grid: int = 132, threads: int = 256):
     x = np.zeros(1024, np.float32)
     with softsm.timing("h200") as timer:
-        softsm.load(STREAM.replace("%BODY%", body)).launch(grid, 256, [x, rounds])
+        source = STREAM.replace("%BODY%", body).replace("reqntid 256", f"reqntid {threads}")
+        softsm.load(source).launch(grid, threads, [x, rounds])
     return timer.predictions[0]
 
 
@@ -45,6 +46,19 @@ def test_the_pipe_limits_independent_instructions() -> None:
     slow, none = predicted(body), predicted("")
     # two warps on a scheduler, 16 of these each, eight cycles of the pipe each
     assert slow.cycles - none.cycles > 50 * 2 * 16 * 8 * 0.95
+
+
+@pytest.mark.compile
+def test_a_load_waits_until_l2_has_taken_parts_of_lines() -> None:
+    """Each lane reads and writes a line of its own, as in a recursive filter; a store is between two loads."""
+
+    def cycles_of_a_turn(apart: int) -> float:
+        place = f"  add.u32 %r4, %r1, %r5;\n  mul.wide.u32 %d3, %r4, {apart};\n  add.u64 %d3, %d3, %d1;\n"
+        body = f"{place}  ld.global.b32 %r5, [%d3];\n  st.global.b32 [%d3+64], %r5;\n  mov.b32 %f1, %r5;\n"
+        return predicted(body, 100, threads=32).cycles / 100
+
+    taken = 132 * 32 / parameters.GPUS["h200"]["l2.parts"] * 1.98  # by L2: a store of each of 132 warps
+    assert cycles_of_a_turn(4) < taken < cycles_of_a_turn(128) - 34
 
 
 def test_twice_the_work_takes_twice_the_time_and_a_second_wave_too() -> None:
