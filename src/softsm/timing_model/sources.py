@@ -177,6 +177,8 @@ def slowest(trace: LaunchTrace) -> float:
                 turns[line] += 1
         most |= turns
     loads = [a for a in trace.access.values() if a.space == "load" and a.missed]
+    often = max((a.ran for a in loads), default=0)
+    loads = [a for a in loads if 2 * a.ran > often]  # of the innermost loop; those before it are waited for once
     burst = sum(n / most[line] for line, n in asked.items())
     burst += sum(32 * a.missed * len(cluster.warps) / a.looks for a in loads)
     near = 0.0 if asked else 1 - max((a.jumps / a.looks for a in loads), default=1.0)

@@ -117,6 +117,15 @@ def test_a_wait_for_few_lines_of_an_open_page_is_shorter(jumps, wanted):
     assert found == pytest.approx(wanted)
 
 
+def test_loads_before_a_loop_do_not_lengthen_its_waits():
+    """A matrix is loaded once, and then 256 bytes in each of 500 turns."""
+    cluster = ClusterTrace((0, 0, 0), 0, [WarpTrace(0, 0)])
+    once = {line: Access(looks=1, ran=1, missed=16, space="load") for line in range(32)}
+    turns = Access(looks=64, ran=500, missed=64 * 8, space="load")
+    assert slowest(SimpleNamespace(clusters=[cluster], access=once)) == 1
+    assert slowest(SimpleNamespace(clusters=[cluster], access=once | {99: turns})) == pytest.approx(-1.3)
+
+
 def test_pieces_of_rows_are_written_at_their_own_rates():
     """CTAs that go along rows: device memory takes pieces of 2 KB more slowly than larger ones."""
     cluster = ClusterTrace((0, 0, 0), 0, [WarpTrace(0, n) for n in range(4)])
