@@ -9,7 +9,7 @@ from __future__ import annotations
 from softsm_time.case import Case
 from softsm_time.drawing import VARIANTS, Families, variants
 
-SETS = ("user", "second", "third", "fourth", "fifth", "sixth")
+SETS = ("user", "second", "third", "fourth", "fifth", "sixth", "seventh")
 SHAPES = 2  # of a kernel
 
 

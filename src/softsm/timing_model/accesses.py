@@ -177,14 +177,18 @@ def joins(which: np.ndarray, turn: np.ndarray, sector: np.ndarray, missed: np.nd
     return np.bincount(same, missed)[same] > 0
 
 
-def comes_later(cta: np.ndarray, turn: np.ndarray, line: np.ndarray) -> np.ndarray:
+def comes_later(cta: np.ndarray, turn: np.ndarray, warp: np.ndarray, order: np.ndarray, line: np.ndarray) -> np.ndarray:
     """Returns whether a warp of the CTA has requested a part of `line`, 64 bytes that device memory delivers
-    together, in an earlier iteration."""
+    together, in an earlier iteration, or this warp in an earlier instruction. turn, order: earlier executions of the
+    instruction, and of all instructions, by the warp; warps that are in step may execute different numbers of them."""
     at = line - line.min()
-    of = np.unique(cta * (at.max() + 1) + at, return_inverse=True)[1]
-    earliest = np.full(of.max() + 1, turn.max())
-    np.minimum.at(earliest, of, turn)
-    return turn > earliest[of]
+    found = np.zeros(len(line), bool)
+    for owner, when in ((cta, turn), (warp, order)):
+        of = np.unique(owner * (at.max() + 1) + at, return_inverse=True)[1]
+        earliest = np.full(of.max() + 1, when.max())
+        np.minimum.at(earliest, of, when)
+        found |= when > earliest[of]
+    return found
 
 
 def steps_of(which: np.ndarray, first: np.ndarray) -> np.ndarray:

@@ -129,8 +129,10 @@ class GlobalSamples:
             self.count_atomics(those[self.atomic])
         every = len(s.known.of)
         which, same = s.warps[those] * every + s.records[those], cta * every + s.records[those]
-        s.joined[those] = joins(same, turns_of(which), self.at >> 5, s.missed[those])
-        s.later[those] = (s.lines[those] == 1) & ~self.store & comes_later(cta, order, self.at >> 6)
+        turn = turns_of(which)
+        s.joined[those] = joins(same, turn, self.at >> 5, s.missed[those])
+        later = comes_later(cta, turn, s.warps[those], order, self.at >> 6)
+        s.later[those] = (s.lines[those] == 1) & ~self.store & later
         step = steps_of(which, s.first[those])
         s.along[those] = self.store & (step > 0) & (step <= ROW_STEP)
         s.jumps[those] = ~self.store & (abs(step) >= DEVICE_PAGE)

@@ -230,8 +230,17 @@ def test_lanes_that_change_one_word_come_one_after_another(words, wanted) -> Non
 
 def test_a_part_of_a_line_that_is_asked_for_later_is_in_l2() -> None:
     """Two warps of one CTA and one of another; lines 5 and 6."""
-    cta, turn, line = np.array([0, 0, 0, 0, 1]), np.array([0, 0, 1, 1, 1]), np.array([5, 5, 5, 6, 5])
-    assert accesses.comes_later(cta, turn, line).tolist() == [False, False, True, False, False]
+    cta, warp, turn = np.array([0, 0, 0, 0, 1]), np.array([0, 1, 0, 1, 2]), np.array([0, 0, 1, 1, 1])
+    line = np.array([5, 5, 5, 6, 5])
+    assert accesses.comes_later(cta, turn, warp, turn, line).tolist() == [False, False, True, False, False]
+    assert accesses.comes_later(cta, 0 * turn, warp, turn, line).tolist() == [False, False, True, False, False]
+
+
+def test_a_warp_that_does_not_store_is_not_ahead_of_one_that_does() -> None:
+    """Two warps load the same 64 bytes in each of four turns, and the first one stores: each load is a new one."""
+    turn, order = np.array([0, 1, 2, 3] * 2), np.array([0, 2, 4, 6, 0, 1, 2, 3])
+    warp, line = np.array([0] * 4 + [1] * 4), np.array([0, 1, 2, 3] * 2)
+    assert not accesses.comes_later(0 * warp, turn, warp, order, line).any()
 
 
 def test_steps_of_an_instruction_are_those_of_one_warp() -> None:
