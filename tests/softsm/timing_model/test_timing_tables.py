@@ -40,7 +40,7 @@ def test_every_problem_of_the_table_of_peers_is_a_case(load, tables: ModuleType)
     assert {peer[0] for peer in tables.PEERS} <= {case.name for case in load("development").BLACKWELL}
 
 
-@pytest.mark.parametrize("record", ["drawn-1818", "drawn-1919", "own-1620", "fifth", "sixth"])
+@pytest.mark.parametrize("record", ["drawn-1818", "drawn-1919", "own-1620", "sixth", "seventh"])
 def test_what_was_recorded_is_drawn_again(load, record: str) -> None:
     name, _, seed = record.partition("-")
     cases = load(name).draw(int(seed)) if seed else load(f"users.{name}").CASES
