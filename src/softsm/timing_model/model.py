@@ -13,7 +13,7 @@ from softsm.timing_model import machine
 from softsm.timing_model.atomics import Atomics, slices_of
 from softsm.timing_model.exchanges import held_up_ns
 from softsm.timing_model.follow import CannotFollow, branch_on_atomic, places_of
-from softsm.timing_model.grid import beside_longest, makespan, most_work, over_grid, queues_of
+from softsm.timing_model.grid import beside_longest, makespan, over_grid, queues_of, unevenness
 from softsm.timing_model.lower import LONG_CODE, Path, kinds_of, lowering_of
 from softsm.timing_model.machine import BULK_STORE, CP_ASYNC, GATHER, LOAD
 from softsm.timing_model.parameters import Gpu
@@ -24,6 +24,7 @@ from softsm.timing_model.sources import Source, absent_from_l1, gone, shares_of,
 from softsm.timing_model.trace import LaunchTrace
 from softsm.timing_model.work import (
     ENGINES,
+    OF_SCHEDULERS,
     beside,
     crowd,
     executed,
@@ -333,14 +334,19 @@ class Model:
 
     @functools.cached_property
     def uneven(self) -> float:
-        """Returns the work of the busiest engine on the multiprocessor that ends last, relative to the mean of all."""
+        """Returns the work of the busiest engine on the multiprocessor that ends last, or on the schedulers that do,
+        relative to the mean of all."""
         if self.trace.lengths is None or self.cluster > 1 or self._alike():
             return 1.0
         engine = int(self.work.argmax())
         works = [work_of(self.streams[n], self.costs, self.gpu)[engine] for n in self.kinds]
         every = over_grid(self.trace, [(c.number, w) for c, w in zip(self.trace.clusters, works)])
-        alone = min(1.0, self.trace.threads / 128)  # two warps use two of four schedulers
-        return max(1.0, most_work(every, self.sms, self.occupancy, alone) * self.sms / every.sum())
+        alone, schedulers = min(1.0, self.trace.threads / 128), 1  # two warps use two of four schedulers
+        if self.waves and ENGINES[engine] in OF_SCHEDULERS:
+            heavy = self._heaviest()  # alone, it is no faster than its chain of instructions
+            alone = min(alone, works[heavy] / float(self.replay([[heavy]], self.gpu.clock, self.sms).end.max()))
+            schedulers = max(1, 128 // self.trace.threads)
+        return unevenness(every, self.sms, self.occupancy, alone, schedulers)
 
     # ---- the grid -------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ SM_REGISTERS = 65_536
 # Above MUCH_SHARED bytes, Triton requests the largest shared-memory carve-out (benchmarks/NOTES.md, L1 carve-out).
 MUCH_SHARED, L1_LEFT = 48 << 10, 28 << 10
 ENGINES = ("tensor core", "exp", "fma", "alu", "issue", "shared memory", "tensor memory", "other pipes")
+OF_SCHEDULERS = ("exp", "fma", "alu", "issue", "other pipes")  # each of the four has its own
 OTHERS = ("half", "memory", "uniform")
 # Cycles per instruction in loops of this length, with 4, 8, 16 and 32 warps (benchmarks/microbench, shared limits).
 LONG_LOOPS, LONG_CYCLES = (3072, 4096), ((2.7, 1.5, 1.5, 1.35), (2.7, 2.0, 1.6, 1.4))

@@ -124,6 +124,15 @@ def test_long_ctas_that_lie_together_are_not_spread_evenly() -> None:
     assert grid.most_work(work, 32, 8, 1.0) == pytest.approx(80)
 
 
+def test_long_warps_of_one_scheduler_take_longer() -> None:
+    """CTAs of one warp, a quarter of them long; those of each multiprocessor come to its schedulers by turns."""
+    turn = np.arange(4 * 64) // 4
+    apart, together = (np.where(long, 10.0, 1.0) for long in (turn % 16 < 4, turn % 4 == 0))
+    assert grid.unevenness(apart, 4, 64, 1.0, 4) == pytest.approx(1)
+    assert grid.unevenness(together, 4, 64, 1.0, 4) == pytest.approx(160 / 52)
+    assert grid.unevenness(together, 4, 64, 1.0, 1) == pytest.approx(1)  # CTAs of four warps
+
+
 def test_of_the_longest_ctas_those_with_the_most_work_beside_them_are_replayed() -> None:
     lengths = np.array([9.0, 9.0, 1.0, 1.0, 1.0, 9.0, 1.0, 1.0])  # the second of four has two long ones
     clusters = [SimpleNamespace(number=0), SimpleNamespace(number=2)]
