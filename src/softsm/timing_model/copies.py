@@ -130,7 +130,9 @@ class Copies:
         opcodes = [{self.code.instructions[i].opcode for i in some} for some in (block, longer)]
         accesses = [{op for op in some if op.startswith(ACCESSES)} for some in opcodes]
         both = accesses if accesses[1] else opcodes
-        return min(len(block), len(longer)) >= LEAST and bool(both[0] & both[1])
+        shared = both[0] & both[1]
+        long = min(len(block), len(longer)) >= LEAST
+        return bool(shared) and (long or any(op.startswith(self.asynchronous) for op in shared))
 
     def _cut_copies(self, numbers: list[int]) -> dict[int, np.ndarray]:
         """Maps iteration counts to copies of a loop, unrolled and not, each of which ptxas has cut into blocks where

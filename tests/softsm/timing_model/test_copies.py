@@ -49,6 +49,30 @@ def test_tests_between_copies_are_no_copy() -> None:
     assert list(Lowering(code(rows, {1: ".L_x_0"}), blocks).parts[1]) == [4, 2, 1]
 
 
+def test_one_product_is_a_copy_of_four() -> None:
+    """Its block is shorter than others that count as copies: products have no instructions beside them."""
+    turn = [
+        (2, "WARPGROUP.ARRIVE"),
+        (2, "HGMMA.64x64x16.F32 R24, gdesc[UR8], R24, gsb0"),
+        (3, "WARPGROUP.DEPBAR.LE gsb0, 0x0"),
+    ]
+    rows = [
+        (1, "MOV R1, R2"),
+        *turn * 4,
+        (4, "@P0 BRA `(.L_x_0)"),
+        (4, "@P1 BRA `(.L_x_1)"),
+        *turn * 2,
+        (4, "@P2 BRA `(.L_x_2)"),
+        *turn,
+        (5, "EXIT"),
+    ]
+    lines = {1: 0, 2: 1, 3: 1, 4: 1, 5: 2}
+    blocks = Blocks([0, 1, 4], lines, sorted(lines), [], loops=[0, 1, 0], widths={})
+    labels = {1: ".L_x_0", 22: ".L_x_1", 25: ".L_x_2"}
+    found = Lowering(code(rows, labels), blocks).parts[1]
+    assert {n: sum("HGMMA" in rows[i][1] for i in made) for n, made in found.items()} == {4: 4, 1: 1}
+
+
 def test_a_loop_of_known_length_is_counted_by_its_loads() -> None:
     """Of sixteen loads that ptxas put first, most other instructions are only a third as frequent."""
     compare = [

@@ -21,6 +21,7 @@ PRODUCTS = {
     "interval RS N=128": "ptxas gives products the line of their fence, which stands behind a label",
     "interval fp8 SS N=128": "FP8 products have an opcode of their own",
     "group of 4, wait 0, SS N=64": "the loop is unrolled by four, with copies for two turns and for one",
+    "group of 1, wait 0, SS N=64": "the copy for one turn has five instructions",
     "shfl beside N=128 SS": "shuffles take nothing of the shared-memory port",
     "imad beside N=64 SS": "instructions at half rate do not hold products up",
     "iadd3 beside N=64 SS": "two of them in turn, on two pipes, do",
