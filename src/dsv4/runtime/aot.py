@@ -73,6 +73,10 @@ def source_of(kernel: Any, arguments: list[Any], constants: dict[str, Any], capa
     from triton.experimental.gluon._runtime import GluonASTSource
     from triton.runtime.jit import create_function_from_signature
 
+    for param, x in zip(kernel.params, arguments):
+        if isinstance(x, int) and not (param.is_constexpr or param.do_not_specialize):
+            # Triton compiles one kernel for 1, one for multiples of 16, one for the rest; all would have one name here.
+            raise TypeError(f"{kernel.__name__}: its argument {param.name} needs do_not_specialize")
     backend = make_backend(GPUTarget("cuda", capability, 32))
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     constants = constants | COMPILED_WITH

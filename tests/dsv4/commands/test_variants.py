@@ -41,6 +41,18 @@ def test_every_launch_of_a_model_is_written(arch):
     assert not missing, [launched[one] for one in missing]
 
 
+@pytest.mark.compile
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_no_kernel_is_specialised_for_a_number(arch):
+    """One cubin for one sequence and one for many had the same name: with the wheel, gradients were wrong."""
+    parts = variants.wanted(variants.KINDS, HEAD_DIMS, ["bf16"])
+    made = [x for part in parts for x in variants.launches(part, variants.Sizes(), arch)]
+    for x in {(x.kernel, tuple(map(type, x.arguments))): x for x in made}.values():
+        for param, argument in zip(x.kernel.params, x.arguments):
+            number = isinstance(argument, int) and not param.is_constexpr
+            assert not number or param.do_not_specialize, f"{x.kernel.__name__}: {param.name}"
+
+
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("each", [1, 4])
 @pytest.mark.parametrize("numbers", [torch.int32, torch.int64])

@@ -66,6 +66,24 @@ def test_every_hopper_kernel_passes_its_front_end(beside):
     assert_lowered(beside)
 
 
+FP4_SCORES = """
+import runpy, sys
+lower = runpy.run_path(sys.argv[1])["lower"]
+from dsv4.commands import v41_variants
+from dsv4.runtime import calls, dispatch
+problem = next(v41_variants.index_problems(4, 64, 512, 4096))
+for launch in calls.launches_of(problem, dispatch.compile_target("sm_90a")):
+    lower(launch)
+"""
+
+
+@pytest.mark.compile
+def test_fp4_scores_of_64_heads_pass_its_front_end():
+    """Two products for four queries: it aborted at a slice of slots of shared memory."""
+    done = run_beside("-c", FP4_SCORES, SCRIPT)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow
 def test_every_variant_passes_its_front_end():
     assert_lowered(front_end(100, variants.DTYPES))

@@ -46,6 +46,13 @@ def test_written_files_are_complete_and_named_by_content(compiled, launches):
     assert aot.variant("combine", record["arguments"], {**constants, "D": 64}) != compiled.stem
 
 
+def test_a_kernel_that_is_specialised_for_a_number_is_not_written(launches, tmp_path):
+    """Its file would have the name of the others."""
+    params = [SimpleNamespace(name="rows", is_constexpr=False, do_not_specialize=False)]
+    with pytest.raises(TypeError, match="round: its argument rows needs do_not_specialize"):
+        aot.write(tmp_path, SimpleNamespace(__name__="round", params=params), [3], {})
+
+
 @pytest.mark.skipif(
     (dispatch.triton_version() or (0, 0)) < (3, 9), reason="compiling for Blackwell needs triton >= 3.9"
 )

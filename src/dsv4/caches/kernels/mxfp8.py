@@ -16,7 +16,7 @@ GROUP = 32
 GROUPS = 128  # groups per program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups"])
 def mxfp8_groups(x_ptr, codes_ptr, scales_ptr, groups, GROUPS: tl.constexpr, GROUP: tl.constexpr):
     """Quantise x [groups, GROUP] -> codes, as bytes of e4m3, and scales, as bytes of ue8m0 [groups]."""
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)

@@ -22,7 +22,7 @@ from dsv4.runtime.program import Launch
 ROWS = 4  # rows per program
 
 
-@triton.jit(do_not_specialize=["rows", "heads", "positions"])
+@triton.jit(do_not_specialize=["line", "rows", "heads", "positions"])
 def normed_rows(
     x_ptr,
     weight_ptr,
@@ -37,13 +37,14 @@ def normed_rows(
     positions,
     D: tl.constexpr,
     WIDE: tl.constexpr,
+    UNIT: tl.constexpr,
     R: tl.constexpr,
     NORM: tl.constexpr,
     WEIGHT: tl.constexpr,
     FORMAT: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Process ROWS rows of x [rows, D], `line` elements apart, of which `heads` neighbours share a position.
+    """Process ROWS rows of x [rows, D], `line` times UNIT elements apart, of which `heads` neighbours share a position.
 
     R: columns that are rotated; WIDE: D rounded up to a power of two. A slot outside of the pool drops its row;
     an invalid position counts as the nearest. FORMAT: of the pool; None: rows go to lines.
@@ -52,7 +53,7 @@ def normed_rows(
     column = tl.arange(0, WIDE)
     here = row < rows
     inside = here[:, None] & (column < D)[None, :]
-    source = x_ptr + row.to(tl.int64)[:, None] * line
+    source = x_ptr + row.to(tl.int64)[:, None] * line * UNIT
     x = tl.load(source + column[None, :], mask=inside, other=0.0).to(tl.float32)
     factor = tl.full([ROWS], 1.0, tl.float32)
     if NORM:
@@ -109,13 +110,15 @@ def normed(
     out = x.new_empty(x.shape) if to is None else None
     pool = PoolRows.of(to) if out is None else PoolRows(out, 0, 1, 0, 0)
     if rows:
+        unit = 8 if x.stride(-2) % 8 == 0 else 1  # where the kernel knows it, it loads 16 bytes at once
         arguments = [
             x, x if weight is None else weight, cos_sin, positions, pool, x if slots is None else slots,
-            0.0 if eps is None else float(eps), x.stride(-2), rows, rows // n, cos_sin.shape[0],
+            0.0 if eps is None else float(eps), x.stride(-2) // unit, rows, rows // n, cos_sin.shape[0],
         ]  # fmt: skip
         constants = dict(
             D=d,
             WIDE=triton.next_power_of_2(d),
+            UNIT=unit,
             R=0 if rope is None else cos_sin.shape[1],
             NORM=eps is not None,
             WEIGHT=weight is not None,

@@ -52,7 +52,7 @@ class Summed(NamedTuple):
     member: Value
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["sequences"])
 def round_sum(
     dq, dk, dv, sequences, ds_ptr, D: gl.constexpr, SCALED: gl.constexpr, VARLEN: gl.constexpr, BY_ROWS: gl.constexpr
 ):

@@ -93,7 +93,7 @@ def cut(first, end, split, splits, ROWS: gl.constexpr):
     return first + begin * ROWS, gl.minimum(first + divide(steps * (split + 1), splits) * ROWS, end)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["tiles"])
 def list_key_tiles(list_ptr, sequences, tiles):
     """List the tiles of one sequence, behind those of all sequences with more tokens. Program (sequence,).
 

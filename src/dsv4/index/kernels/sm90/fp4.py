@@ -396,8 +396,8 @@ def score_rows(sequence, visible, w, q, ring, scales, keys, to, STAGES: gl.const
 
 
 @gluon.jit
-def load_queries(q, begin, end, queries, QUERIES: gl.constexpr, HEADS: gl.constexpr, FP4: gl.constexpr):
-    """Store queries begin .. begin + QUERIES - 1 in both halves of q, with dims in the order of the keys."""
+def load_queries(low, high, begin, end, queries, QUERIES: gl.constexpr, HEADS: gl.constexpr, FP4: gl.constexpr):
+    """Store queries begin .. begin + QUERIES - 1 in both halves of their memory, with dims in the order of the keys."""
     SIZE: gl.constexpr = QUERIES * HEADS
     if FP4 == FP4_BOTH:
         L: gl.constexpr = gl.SliceLayout(3, codes_layout(SIZE, gl.num_warps()))
@@ -414,10 +414,10 @@ def load_queries(q, begin, end, queries, QUERIES: gl.constexpr, HEADS: gl.conste
         scale_ptr = queries.scales_ptr + n * queries.stride_sn + head * queries.stride_sh
         scales = gl.load(scale_ptr, mask=there, other=0)
         shift = ((scales[:, None] >> (group[None, :] * 8)) & 255) - greatest_of_four(scales)[:, None] + HIGHEST
-        low, high = tables(shift)
-        first, last = unpacked(words, low, high, SIZE)
-        q.index(0).store(first)
-        q.index(1).store(last)
+        few, many = tables(shift)
+        first, last = unpacked(words, few, many, SIZE)
+        low.store(first)
+        high.store(last)
     else:
         B: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [gl.num_warps(), 1], [1, 0])
         column = gl.arange(0, SIZE, layout=gl.SliceLayout(1, B))
@@ -427,8 +427,8 @@ def load_queries(q, begin, end, queries, QUERIES: gl.constexpr, HEADS: gl.conste
         at = gl.arange(0, 64, layout=gl.SliceLayout(0, B))
         dim = at // 4 % 4 * 32 + at // 16 * 8 + at % 4
         line = (n * queries.stride_qn + head * queries.stride_qh)[:, None] * 16 + dim[None, :]
-        for half in gl.static_range(2):
-            q.index(half).store(gl.load(queries.ptr + line + 4 * half, mask=there[:, None], other=0.0))
+        low.store(gl.load(queries.ptr + line, mask=there[:, None], other=0.0))
+        high.store(gl.load(queries.ptr + line + 4, mask=there[:, None], other=0.0))
 
 
 @gluon.jit
@@ -442,7 +442,8 @@ def prepare_queries(
     w = ()
     visible = ()
     for i in gl.static_range(PARTS):
-        load_queries(q.slice(2 * i, 2), begin + i * EACH, end, queries, EACH, HEADS, FP4)
+        # Not q.slice(2 * i, 2): Triton 3.6 aborts at a slice of slots.
+        load_queries(q.index(2 * i), q.index(2 * i + 1), begin + i * EACH, end, queries, EACH, HEADS, FP4)
         column = gl.arange(0, EACH * HEADS, layout=gl.SliceLayout(0, ACC))
         n = (begin + i * EACH + column // HEADS).to(gl.int64)
         head = column % HEADS
