@@ -81,7 +81,7 @@ def unevenness(work: np.ndarray, sms: int, resident: int, alone: float, schedule
     """Returns the work of the multiprocessor that ends last, relative to the mean of all, or that of a scheduler if
     clusters are so small that each stays on one of `schedulers`, or on a pair of them."""
     most = (n * most_work(work, sms * n, max(1, resident // n), min(1.0, alone * n)) for n in sorted({1, schedulers}))
-    return max(1.0, max(most) * sms / work.sum())
+    return max(1.0, float(max(most) * sms / work.sum()))
 
 
 def beside_longest(trace: LaunchTrace, each: int, sms: int, heavy: int) -> list[int]:
