@@ -30,6 +30,7 @@ from memory import Memory
 from neighbours import Neighbours
 from overlap import Overlap
 from products import Clock, Products
+from rows import Rows
 from shared_limits import SharedLimits
 from strips import Strips
 from sums import Gathers, Sums
@@ -40,7 +41,7 @@ from instructions import OPERATIONS, Instructions
 
 GROUPS = {b.group: b for b in (Instructions, Products, Memory, Copies, Synchronisation, Clock, Overlap, Strips, Turns,
                                Dependents, Everyday, SharedLimits, Crossbar, Sums, Gathers, Cold,
-                               Neighbours)}  # fmt: skip
+                               Neighbours, Rows)}  # fmt: skip
 
 
 def measure(group: str, path: Path) -> None:
