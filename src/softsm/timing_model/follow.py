@@ -232,3 +232,14 @@ def locations(source: str, kernel: str) -> dict[int, tuple[str, int]]:
 
     places = ((ins.line, place_of(ins)) for ins in load(source, kernel).program.instructions)
     return {line: (loc.file, loc.line) for line, loc in places if loc}
+
+
+def refuse_work_by_atomics(name: str, source: str, lines: list[int], ran: str) -> None:
+    """Raises CannotFollow if a branch that the CTAs came to depends on what an atomic operation returns."""
+    found = branch_on_atomic(source, lines) if "atom." in source else None
+    if found is not None:
+        atomic, branch = (places_of(source, name).get(n, f"PTX line {n}") for n in found)
+        raise CannotFollow(
+            f"{name}: the branch at {branch} depends on what the atomic operation at {atomic} returns, that is on "
+            f"other CTAs; a timing run executes {ran} and has no prediction for this kernel"
+        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
 
 import numpy as np
 
@@ -12,15 +11,15 @@ from softsm.timing_model import costs as cs
 from softsm.timing_model import machine
 from softsm.timing_model.atomics import Atomics, slices_of
 from softsm.timing_model.exchanges import held_up_ns
-from softsm.timing_model.follow import CannotFollow, branch_on_atomic, places_of
+from softsm.timing_model.follow import CannotFollow, refuse_work_by_atomics
 from softsm.timing_model.grid import beside_longest, makespan, over_grid, queues_of, unevenness
 from softsm.timing_model.lower import LONG_CODE, Path, kinds_of, lowering_of
-from softsm.timing_model.machine import BULK_STORE, CP_ASYNC, GATHER, LOAD
+from softsm.timing_model.machine import CP_ASYNC, GATHER, LOAD
 from softsm.timing_model.parameters import Gpu
 from softsm.timing_model.prediction import Prediction, Run
 from softsm.timing_model.replay import simulate
 from softsm.timing_model.sass import code_of
-from softsm.timing_model.sources import Source, absent_from_l1, gone, shares_of, slowest, sources_of, within
+from softsm.timing_model.sources import Source, absent_from_l1, gone, shares_of, slowest, sources_of, tiles_of, within
 from softsm.timing_model.trace import LaunchTrace
 from softsm.timing_model.work import (
     ENGINES,
@@ -46,13 +45,14 @@ MERGED = 16  # multiprocessors that request one line together; more gain nothing
 class Model:
     def __init__(self, trace: LaunchTrace, gpu: Gpu, recent: dict[str, float] | None = None):
         self.trace, self.gpu = trace, gpu
-        self._follow()
+        if trace.total > len(trace.clusters):
+            refuse_work_by_atomics(trace.name, trace.source, trace.lines(), f"{len(trace.clusters)} of {trace.total}")
         self.code = code_of(trace.source, trace.arch)
         self.lowering = lowering_of(self.code, trace.blocks)
         self.streams = [self.lowering.streams(c) for c in trace.clusters]
         self.occupancy = occupancy(trace, self.code)
         self.cluster = trace.cluster[0] * trace.cluster[1] * trace.cluster[2]
-        self.turns = self._turns()
+        self.turns = tiles_of(trace)
         self.sms = int(gpu["sms"])
         self.sources = sources_of(trace, gpu, recent or {}, self.slots)
         self.slowest = slowest(trace)
@@ -102,19 +102,6 @@ class Model:
             events[copies & ((events[:, 1] < 0) | (events[:, 1] >= tensors)), 1] = tensors
         known = self.costs.ints[:, machine.TENSOR]
         known[(known < 0) | (known >= tensors)] = tensors
-
-    def _follow(self) -> None:
-        trace = self.trace
-        if trace.total <= len(trace.clusters) or "atom." not in trace.source:
-            return
-        found = branch_on_atomic(trace.source, trace.lines())
-        if found is not None:
-            atomic, branch = (places_of(trace.source, trace.name).get(n, f"PTX line {n}") for n in found)
-            raise CannotFollow(
-                f"{trace.name}: the branch at {branch} depends on what the atomic operation at {atomic} returns, that "
-                f"is on other CTAs; a timing run executes {len(trace.clusters)} of {trace.total} and has no prediction "
-                "for this kernel"
-            )
 
     @functools.cached_property
     def _twice(self) -> dict[int, float]:
@@ -212,17 +199,6 @@ class Model:
         turns = self.turns if self.trace.grid[1] == self.trace.grid[2] == 1 else 1
         sharers /= math.sqrt(max(1.0, self.trace.total / slots) * turns)
         return max(1.0, min(sharers, active))
-
-    def _turns(self) -> int:
-        """Returns how often a CTA executes its rarest store, which is its number of tiles if it loops over them."""
-        stores = {self.trace.blocks.of(line) for line, a in self.trace.access.items() if a.space == "store"}
-        turns = 1
-        for w in self.trace.clusters[0].warps:
-            visits = [n for n in map(w.blocks.count, stores) if n]
-            bulk = Counter(e[0] for e in w.events if e[1] == BULK_STORE)
-            for found in (visits, bulk.values()):
-                turns = max(turns, min(found, default=1))
-        return turns
 
     def l2_share(self, s: Source, active: int) -> float:
         """Returns bytes/ns into one multiprocessor. L2 reads a line once for all requests that meet it in flight.

@@ -11,7 +11,7 @@ import numpy as np
 from softsm.timing_model.accesses import SECTOR
 from softsm.timing_model.follow import addressed_by
 from softsm.timing_model.grid import over_grid
-from softsm.timing_model.machine import CP_ASYNC, GATHER, LOAD
+from softsm.timing_model.machine import BULK_STORE, CP_ASYNC, GATHER, LOAD
 from softsm.timing_model.parameters import Gpu
 from softsm.timing_model.trace import LaunchTrace
 
@@ -199,6 +199,18 @@ def gone(s: Source, sources: list[Source], together: float, held: float) -> floa
         return 0.0
     others = sum((o.size if o.asked else o.changed) / o.parts for o in sources if o is not s)
     return 1 - within((s.size / s.parts + others / passes) / held, *HELD)
+
+
+def tiles_of(trace: LaunchTrace) -> int:
+    """Returns how often a CTA executes its rarest store, which is its number of tiles if it loops over them."""
+    stores = {trace.blocks.of(line) for line, a in trace.access.items() if a.space == "store"}
+    tiles = 1
+    for w in trace.clusters[0].warps:
+        visits = [n for n in map(w.blocks.count, stores) if n]
+        bulk = Counter(e[0] for e in w.events if e[1] == BULK_STORE)
+        for found in (visits, bulk.values()):
+            tiles = max(tiles, min(found, default=1))
+    return tiles
 
 
 def parts_of(trace: LaunchTrace) -> dict[int, int]:
