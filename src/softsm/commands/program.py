@@ -132,9 +132,11 @@ def _program(file: Path, arguments: list[str], arch: str, sms: int, ranks: int, 
             softsm = use(arch or os.environ.get("SOFTSM") or "sm_100a", cuda_shim=True, sms=sms, ranks=ranks)
         except (ValueError, ImportError) as problem:
             usage(str(problem))
+    os.environ.setdefault("TILELANG_EXECUTION_BACKEND", "nvrtc")  # TileLang's others run nvcc
     sys.argv = [str(file), *arguments]
     sys.path.insert(0, str(file.resolve().parent))
-    late = b"libcuda" not in file.read_bytes()  # a program may load the library itself
+    text = file.read_bytes()
+    late = b"libcuda" not in text and b"libnvrtc" not in text  # a program may load a library itself
     with softsm, options(order=order, seed=seed), driver(softsm.arch, sms, at_import=late):
         if ranks == 1:
             runpy.run_path(str(file), run_name="__main__")

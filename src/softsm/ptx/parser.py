@@ -43,7 +43,7 @@ STATEMENT = re.compile(
     r"(?P<brace>[{}])"
     r"|(?P<loc>\.loc\b[^\n;]*;?)"
     r"|(?P<label>[A-Za-z_$%][\w$]*)\s*:(?!:)"
-    r"|(?P<guard>@\s*!?\s*[\w$%]+\s+)?(?P<opcode>[a-z][\w.:]*)(?P<operands>[^;{}]*(?:\{[^;{}]*\}[^;{}]*)*);"
+    r"|(?P<guard>@\s*!?\s*[\w$%]+\s+)?(?P<opcode>[a-z][\w.:]*(?:\s+\.[\w.:]+)*)(?P<operands>[^;{}]*(?:\{[^;{}]*\}[^;{}]*)*);"
     r"|(?P<directive>\.[a-z_]\w*)[^;{}\"]*(?:(?:\"(?:[^\"\\\n]|\\.)*\"|\{[^;{}]*\})[^;{}\"]*)*;"
     r")",
     re.ASCII,
@@ -319,7 +319,7 @@ class _Body:
         line, column = self.source.position(start)
         split = self.parser.opcodes.get(name)
         if split is None:
-            parts = name.split(".")
+            parts = "".join(name.split()).split(".")
             if "" in parts or parts[0].find(":") >= 0 or name.endswith(":"):
                 raise self.source.error(f"'{name}' is not the name of an instruction", match.start("opcode"))
             split = self.parser.opcodes[name] = parts[0], tuple(parts[1:])

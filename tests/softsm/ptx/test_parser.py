@@ -32,6 +32,12 @@ def error(body: str, **kw) -> PtxError:
     return caught.value
 
 
+def test_spaces_may_stand_before_a_modifier():
+    """TileLang writes one before .L2::cache_hint."""
+    found = first("ld.global .L2::cache_hint  .f32 %f1, [%rd1], %rd2;")
+    assert (found.opcode, found.modifiers) == ("ld", ("global", "L2::cache_hint", "f32"))
+
+
 # ---- the module ---------------------------------------------------------------------------------------------------
 
 

@@ -87,16 +87,7 @@ def headers(flags: Sequence[str]) -> list[str]:
 
 def compiled(file: Path, arch: str, flags: Sequence[str] = ()) -> Program:
     """Compile, or find what was compiled of the same text, in the same folders, with the same flags."""
-    clang = find_clang()
-    common = [clang, *COMMON, f"--cuda-gpu-arch={arch}", *headers(flags), *sources.macros(arch), *flags]
-    said = run([*common, "--cuda-host-only", "-M", str(file)])
-    used = sorted({Path(word) for word in said.replace("\\\n", " ").split(":", 1)[1].split()})
-    facts = [
-        *(*common, *DEVICE, *HOST),
-        *map(str, sources.rules(used).values()),
-        *(f"{path.resolve()} {digest(path.read_bytes())}" for path in used),
-    ]
-    folder = cache_folder() / "cuda" / digest("\n".join(facts).encode())
+    common, used, folder = looked_up(file, arch, flags, HOST)
     if not (folder / "program.o").is_file():
         build(common, file, arch, folder, used)
     library = (
@@ -105,6 +96,32 @@ def compiled(file: Path, arch: str, flags: Sequence[str] = ()) -> Program:
     if not library.is_file():
         link(common, folder, library)
     return Program((folder / "kernels.ptx").read_text(), library)
+
+
+def kernels(file: Path, arch: str, flags: Sequence[str] = ()) -> str:
+    """Returns the PTX of a file's kernels, as `compiled` does, without a host side."""
+    common, used, folder = looked_up(file, arch, flags, ())
+    if not (folder / "kernels.ptx").is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as made:
+            at = Path(made)
+            device_text([*common, *sources.corrected(used, at)], file, arch, used, at, at / "kernels.ptx")
+            os.replace(at / "kernels.ptx", folder / "kernels.ptx")
+    return (folder / "kernels.ptx").read_text()
+
+
+def looked_up(file: Path, arch: str, flags: Sequence[str], host: Sequence[str]) -> tuple[list[str], list[Path], Path]:
+    """Returns (the common part of clang's commands, all files that are included, where their results are kept)."""
+    clang = find_clang()
+    common = [clang, *COMMON, f"--cuda-gpu-arch={arch}", *headers(flags), *sources.macros(arch), *flags]
+    said = run([*common, "--cuda-host-only" if host else "--cuda-device-only", "-M", str(file)])
+    used = sorted({Path(word) for word in said.replace("\\\n", " ").split(":", 1)[1].split()})
+    facts = [
+        *(*common, *DEVICE, *host),
+        *map(str, sources.rules(used).values()),
+        *(f"{path.resolve()} {digest(path.read_bytes())}" for path in used),
+    ]
+    return common, used, cache_folder() / "cuda" / digest("\n".join(facts).encode())
 
 
 def digest(data: bytes) -> str:
@@ -118,18 +135,24 @@ def build(common: list[str], file: Path, arch: str, folder: Path, used: Sequence
         at, whole = Path(made), Path(made) / "whole"
         whole.mkdir()
         common = [*common, *sources.corrected(used, at)]
-        feature = ["-Xclang", "-target-feature", "-Xclang", PTX_FEATURE[arch]]
-        device = [*common, *DEVICE, *feature, str(file), "-o"]
-        if any(b"__cluster_dims__(" in path.read_bytes() for path in used if path.name not in CLUSTER_HEADERS):
-            clustered(device, [common[0], *IR, f"-march={arch}", *feature], at, whole / "kernels.ptx")
-        else:
-            run([*device, str(whole / "kernels.ptx")])
+        device_text(common, file, arch, used, at, whole / "kernels.ptx")
         # The runtime gets PTX as text, with an end, where a fat binary would be.
         (at / "embedded").write_bytes((whole / "kernels.ptx").read_bytes() + b"\0")
         embed = ["-Xclang", "-fcuda-include-gpubinary", "-Xclang", str(at / "embedded")]
         run([*common, *HOST, *embed, str(file), "-o", str(whole / "program.o")])
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(whole, folder)
+
+
+def device_text(common: list[str], file: Path, arch: str, used: Sequence[Path], at: Path, ptx: Path) -> None:
+    """Compiles the kernels to PTX. at: a folder for what lies between."""
+    known = PTX_FEATURE.get(arch)
+    feature = ["-Xclang", "-target-feature", "-Xclang", known] if known else []
+    device = [*common, *DEVICE, *feature, str(file), "-o"]
+    if any(b"__cluster_dims__(" in path.read_bytes() for path in used if path.name not in CLUSTER_HEADERS):
+        clustered(device, [common[0], *IR, f"-march={arch}", *feature], at, ptx)
+    else:
+        run([*device, str(ptx)])
 
 
 def clustered(device: list[str], back_end: list[str], at: Path, ptx: Path) -> None:

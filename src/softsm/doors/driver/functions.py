@@ -40,10 +40,12 @@ from softsm.doors.cuda.runtime import (
     Runtime,
 )
 from softsm.doors.cuda.streams import APART, DEFAULT, IN_ORDER
-from softsm.doors.driver import library
+from softsm.doors.driver import cudart, library
+from softsm.doors.driver.nvrtc import Nvrtc
 from softsm.doors.triton.in_use import ARCHITECTURES, DEFAULT_SMS
 from softsm.engine.launch import Kernel, load
 from softsm.errors import SoftsmError
+from softsm.memory.global_memory import GlobalMemory
 
 INVALID_IMAGE, NOT_FOUND, FILE_NOT_FOUND, NOT_SUPPORTED = 200, 500, 301, 801
 NAMES = {
@@ -59,7 +61,7 @@ NAMES = {
 OWN = {INVALID_CONFIGURATION: 1, INVALID_SYMBOL: NOT_FOUND, INVALID_FUNCTION: 400}  # errors the runtime alone has
 MAX_DYNAMIC_SHARED = 8  # attribute of a function
 MAJOR, MINOR = 75, 76  # attributes of a device: its compute capability
-PACKAGES = ("cuda.bindings", "pycuda")
+PACKAGES = ("cuda.bindings", "pycuda", "tilelang")
 CONTEXT, POOL = 0xC0, 0x90  # what handles are, where there is one of a kind
 VERSION = 12080  # version of the driver
 TOGETHER, CLUSTER, PROGRAMMATIC = 2, 4, 6  # attributes of a launch
@@ -161,6 +163,7 @@ class Driver(Runtime):
         super().__init__(arch, sms, **options)
         self.modules: dict[int, Module] = {}  # by handle
         self.loaded: dict[int, Kernel] = {}  # kernels by handle
+        self.compiler = Nvrtc(arch, self.note)
         self.context = 0
         self.handles = 0  # streams and events
         self.strings: list[ctypes.Array] = []  # kept because the program has their addresses
@@ -187,8 +190,12 @@ class Driver(Runtime):
                 print(f"softsm: {refused}", file=sys.stderr)
             return refused.status
         except BaseException as problem:
-            self.failure = self.failure or problem
+            self.note(problem)
             return self.failed()
+
+    def note(self, problem: BaseException) -> None:
+        """Keeps what stopped the program, unless something did before."""
+        self.failure = self.failure or problem
 
     # ---- contexts and devices ----------------------------------------------------------------------------------
 
@@ -276,6 +283,8 @@ class Driver(Runtime):
             return FILE_NOT_FOUND
         return self.cuModuleLoadData([a[0], ctypes.addressof(image)])
 
+    cuLibraryLoadFromFile = cuModuleLoad
+
     def cuModuleGetFunction(self, a: list[int]) -> int:
         name, module = ctypes.string_at(a[2]).decode(), self.modules.get(a[1])
         if module is None or name not in module.entries:
@@ -358,6 +367,15 @@ class Driver(Runtime):
         kind, rank, interleave, swizzle, promotion, fill = (number(a[k]) for k in (1, 2, 8, 9, 10, 11))
         address, dims, strides, box, steps = a[3:8]
         return self.encode(a[0], kind, rank, address, dims, strides, box, steps, interleave, swizzle, promotion, fill)
+
+    def memory(self) -> GlobalMemory:
+        """Adds the tensors whose addresses the program took, where softsm is in use (softsm.use)."""
+        known = super().memory()
+        if "softsm.doors.triton.pointers" in sys.modules:
+            from softsm.doors.triton import pointers
+
+            pointers.add_known(known)
+        return known
 
     # ---- streams and events ------------------------------------------------------------------------------------
 
@@ -455,6 +473,15 @@ class Driver(Runtime):
         return write(a[0], "i", self.resident(self.loaded.get(a[1]), number(a[2]), a[3]))
 
 
+def loaded(state: Driver) -> Callable[[], None]:
+    """Loads the libraries of a program: the driver, and the compiler. Returns what ends that."""
+    served = Driver.functions()
+    text = library.driver_source(served, LINKED)
+    ends = [library.loaded(library.DRIVER, text, [*served, *LINKED], state.serve)]
+    ends += [state.compiler.load(), cudart.load(state)]
+    return library.all_of(ends)
+
+
 class OnImport(MetaPathFinder):
     """Makes softsm the driver when a package is imported that asks for it."""
 
@@ -466,7 +493,7 @@ class OnImport(MetaPathFinder):
         if name in PACKAGES:
             sys.meta_path.remove(self)
             try:
-                self.end = library.loaded(Driver.functions(), LINKED, self.state.serve)
+                self.end = loaded(self.state)
             except SoftsmError as problem:
                 raise ImportError(str(problem)) from None
 
@@ -485,7 +512,7 @@ def driver(arch: str, sms: int = DEFAULT_SMS, *, at_import: bool = False) -> Ite
     if at_import and not any(name in sys.modules for name in PACKAGES):
         sys.meta_path.insert(0, hook)
     else:
-        hook.end = library.loaded(Driver.functions(), LINKED, state.serve)
+        hook.end = loaded(state)
     try:
         yield state
     except Exception as problem:

@@ -1,7 +1,7 @@
-"""A stand-in for libcuda.so.1: a small library that passes every call on to one Python function.
+"""Stand-ins for libcuda.so.1 and libnvrtc: small libraries that pass every call on to one Python function.
 
-It is made of the names that functions.py serves, by the machine's C compiler, and kept in softsm's cache. Loaded under
-the name libcuda.so.1 before a program asks for that name, it is what the program gets.
+One is made of the names that functions.py or nvrtc.py serves, by the machine's C compiler, and kept in softsm's cache.
+Loaded under the name of the real library before a program asks for that name, it is what the program gets.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from softsm.engine.cache import cache_folder
 from softsm.errors import SoftsmError
 
-SONAME = "libcuda.so.1"
+DRIVER = "libcuda.so.1"
 SLOTS = 12  # slots of the longest argument list; a shorter one leaves the rest unread
 HANDLER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_uint64))
 
@@ -34,7 +34,7 @@ static int pass(int which, u64 *a, int behind) { return handler ? handler(which,
 """
 GONE = 4  # CUDA_ERROR_DEINITIALIZED
 CLEANUP = ("Destroy", "Free", "FreeHost", "FreeAsync", "Unload", "PopCurrent", "PushCurrent", "Detach", "Synchronize")
-TAIL = """
+LOOK_UP = """
 static int found(const char *name, void **at) {
     *at = 0;
     for (int k = 0; table[k].name; k++) if (!strcmp(table[k].name, name)) *at = table[k].function;
@@ -55,53 +55,68 @@ int cuGetProcAddress_v2(const char *name, void **at, int version, u64 flags, int
 """
 
 
-def source(names: Sequence[str], linked: Sequence[str]) -> str:
-    """Returns C with a function for each name, and for the name that cuda.h makes of it (_v2). cuGetProcAddress
-    finds those of `names` alone."""
+def source(names: Sequence[str], tail: str = "", suffixes: Sequence[str] = ("",)) -> str:
+    """Returns C with a function for each name, with each suffix; then the tail."""
     given = ", ".join(f"u64 a{k}" for k in range(SLOTS))
     listed = ", ".join(f"a{k}" for k in range(SLOTS))
     lines = [HEAD]
-    for which, name in enumerate([*names, *linked]):
+    for which, name in enumerate(names):
         behind = 0 if name.endswith(CLEANUP) else GONE
-        for symbol in (name, f"{name}_v2"):
-            lines.append(f"int {symbol}({given}) {{ u64 a[] = {{{listed}}}; return pass({which}, a, {behind}); }}")
+        for suffix in suffixes:
+            lines.append(
+                f"int {name}{suffix}({given}) {{ u64 a[] = {{{listed}}}; return pass({which}, a, {behind}); }}"
+            )
+    return "\n".join([*lines, tail])
+
+
+def driver_source(names: Sequence[str], linked: Sequence[str]) -> str:
+    """Returns the driver's library, also with the names that cuda.h makes of these (_v2). cuGetProcAddress finds those
+    of `names` alone."""
     entries = ", ".join(f'{{"{name}", (void *){name}}}' for name in names)
-    lines.append(f"static struct {{ const char *name; void *function; }} table[] = {{{entries}, {{0, 0}}}};")
-    return "\n".join(lines) + TAIL
+    table = f"static struct {{ const char *name; void *function; }} table[] = {{{entries}, {{0, 0}}}};"
+    return source([*names, *linked], table + LOOK_UP, ("", "_v2"))
 
 
-def built(names: Sequence[str], linked: Sequence[str]) -> Path:
+def built(soname: str, text: str) -> Path:
     """Returns the library, building it if necessary."""
-    text = source(names, linked)
     folder = cache_folder() / "driver" / hashlib.sha256(text.encode()).hexdigest()[:32]
-    if not (folder / SONAME).is_file():
+    if not (folder / soname).is_file():
         compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
         if compiler is None:
             raise SoftsmError("a program that uses the CUDA driver needs a C compiler on the PATH: cc, gcc or clang")
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as made:
             at = Path(made)
-            (at / "libcuda.c").write_text(text)
-            words = [compiler, "-O1", "-fPIC", "-shared", f"-Wl,-soname,{SONAME}", "-o", str(at / SONAME)]
-            done = subprocess.run([*words, str(at / "libcuda.c")], capture_output=True, text=True, check=False)
+            (at / "library.c").write_text(text)
+            words = [compiler, "-O1", "-fPIC", "-shared", f"-Wl,-soname,{soname}", "-o", str(at / soname)]
+            done = subprocess.run([*words, str(at / "library.c")], capture_output=True, text=True, check=False)
             if done.returncode:
                 raise SoftsmError(f"{compiler} failed:\n{done.stderr.rstrip()}")
             folder.mkdir(exist_ok=True)
-            os.replace(at / SONAME, folder / SONAME)
-    return folder / SONAME
+            os.replace(at / soname, folder / soname)
+    return folder / soname
 
 
-def loaded(names: Sequence[str], linked: Sequence[str], serve: Callable[[str, list[int]], int]) -> Callable[[], None]:
+def loaded(soname: str, text: str, names: Sequence[str], serve: Callable[[str, list[int]], int]) -> Callable[[], None]:
     """Load the library under its name, and let it call serve(name, arguments). Returns what ends that: the library
     stays, and answers that the driver is gone."""
-    library = ctypes.CDLL(str(built(names, linked)), mode=ctypes.RTLD_GLOBAL)
-    every = [*names, *linked]
-    if not hasattr(ctypes.CDLL(SONAME), "softsm_serve"):
-        raise SoftsmError("another libcuda.so.1 is loaded already")
-    handler = HANDLER(lambda which, a: serve(every[which], a[:SLOTS]))
+    library = ctypes.CDLL(str(built(soname, text)), mode=ctypes.RTLD_GLOBAL)
+    if not hasattr(ctypes.CDLL(soname), "softsm_serve"):
+        raise SoftsmError(f"another {soname} is loaded already")
+    handler = HANDLER(lambda which, a: serve(names[which], a[:SLOTS]))
     library.softsm_serve(handler)
 
     def end(keep=handler) -> None:
         library.softsm_serve(None)
+
+    return end
+
+
+def all_of(ends: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    """Returns one function that calls all."""
+
+    def end() -> None:
+        for one in ends:
+            one()
 
     return end
