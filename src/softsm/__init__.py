@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # what __getattr__ finds, for type checkers
     from softsm import errors as errors
     from softsm.checks.checking import checking as checking
     from softsm.checks.checking import expect_mma as expect_mma
-    from softsm.doors.driver.functions import driver as driver
+    from softsm.doors.driver.loading import driver as driver
     from softsm.doors.ptx import load_ptx as load_ptx
     from softsm.doors.triton.in_use import active_arch as active_arch
     from softsm.doors.triton.install import use as use
@@ -34,7 +34,7 @@ _HOME = {
     "use": "softsm.doors.triton.install",
     "active_arch": "softsm.doors.triton.in_use",
     "load": "softsm.engine.launch",
-    "driver": "softsm.doors.driver.functions",
+    "driver": "softsm.doors.driver.loading",
     "load_ptx": "softsm.doors.ptx",
     "tensor_map": "softsm.memory.map_argument",
     "ranks": "softsm.engine.ranks",

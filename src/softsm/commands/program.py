@@ -124,7 +124,7 @@ def _program(file: Path, arguments: list[str], arch: str, sms: int, ranks: int, 
     if "torch" not in sys.modules:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # this process does not use the GPU, if there is one
     with loading("triton"):
-        from softsm.doors.driver.functions import driver
+        from softsm.doors.driver.loading import driver
         from softsm.doors.triton.install import use
         from softsm.engine.options import options
 

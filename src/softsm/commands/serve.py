@@ -43,7 +43,7 @@ def preload() -> None:
 
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the commands use no GPU
     optional = ("torch", "triton", "triton.experimental.gluon.language.nvidia.blackwell", "_pytest.config")
-    ours = ("softsm.commands.check", "softsm.doors.triton.install", "softsm.doors.driver.functions")
+    ours = ("softsm.commands.check", "softsm.doors.triton.install", "softsm.doors.driver.loading")
     for name in (*optional, *ours):
         try:
             importlib.import_module(name)

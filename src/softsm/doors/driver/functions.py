@@ -8,21 +8,17 @@ everything is complete when a call returns. What a kernel does wrong is an error
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import re
 import struct
 import sys
-from collections.abc import Callable, Iterator
-from importlib.abc import MetaPathFinder
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from softsm import accepted
 from softsm.doors.cuda.graphs import Refused
 from softsm.doors.cuda.runtime import (
     AWAITED,
@@ -40,9 +36,7 @@ from softsm.doors.cuda.runtime import (
     Runtime,
 )
 from softsm.doors.cuda.streams import APART, DEFAULT, IN_ORDER
-from softsm.doors.driver import cudart, library
 from softsm.doors.driver.nvrtc import Nvrtc
-from softsm.doors.triton.in_use import ARCHITECTURES, DEFAULT_SMS
 from softsm.engine.launch import Kernel, load
 from softsm.errors import SoftsmError
 from softsm.memory.global_memory import GlobalMemory
@@ -61,7 +55,6 @@ NAMES = {
 OWN = {INVALID_CONFIGURATION: 1, INVALID_SYMBOL: NOT_FOUND, INVALID_FUNCTION: 400}  # errors the runtime alone has
 MAX_DYNAMIC_SHARED = 8  # attribute of a function
 MAJOR, MINOR = 75, 76  # attributes of a device: its compute capability
-PACKAGES = ("cuda.bindings", "pycuda", "tilelang")
 CONTEXT, POOL = 0xC0, 0x90  # what handles are, where there is one of a kind
 VERSION = 12080  # version of the driver
 TOGETHER, CLUSTER, PROGRAMMATIC = 2, 4, 6  # attributes of a launch
@@ -72,7 +65,7 @@ GRAPH_RESULT, OTHER_TOPOLOGY = (
     16,
     2,
 )  # place of the result of cuGraphInstantiateWithParams; a result of cuGraphExecUpdate
-LIBRARIES = {"softsm", "cuda", "pycuda", "ctypes"}  # modules that call for the program
+LIBRARIES = {"softsm", "cuda", "pycuda", "ctypes", "tilelang"}  # modules that call for the program
 PITCH = 512  # bytes to which rows of pitched memory are padded
 DONE = (
     "cuInit cuGraphUpload cuModuleUnload cuLibraryUnload cuDevicePrimaryCtxRelease "
@@ -471,57 +464,3 @@ class Driver(Runtime):
 
     def cuOccupancyMaxActiveBlocksPerMultiprocessor(self, a: list[int]) -> int:
         return write(a[0], "i", self.resident(self.loaded.get(a[1]), number(a[2]), a[3]))
-
-
-def loaded(state: Driver) -> Callable[[], None]:
-    """Loads the libraries of a program: the driver, and the compiler. Returns what ends that."""
-    served = Driver.functions()
-    text = library.driver_source(served, LINKED)
-    ends = [library.loaded(library.DRIVER, text, [*served, *LINKED], state.serve)]
-    ends += [state.compiler.load(), cudart.load(state)]
-    return library.all_of(ends)
-
-
-class OnImport(MetaPathFinder):
-    """Makes softsm the driver when a package is imported that asks for it."""
-
-    def __init__(self, state: Driver):
-        self.state = state
-        self.end: Callable[[], None] = lambda: None
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        if name in PACKAGES:
-            sys.meta_path.remove(self)
-            try:
-                self.end = loaded(self.state)
-            except SoftsmError as problem:
-                raise ImportError(str(problem)) from None
-
-
-@contextlib.contextmanager
-def driver(arch: str, sms: int = DEFAULT_SMS, *, at_import: bool = False) -> Iterator[Driver]:
-    """Give softsm to programs that load libcuda.so.1, through cuda-bindings, cuda.core or PyCUDA.
-
-    Open it before they are imported; with `at_import` nothing is done until they are. What stopped a kernel is raised
-    at the end of the block.
-    """
-    accepted.one_of("arch", arch, tuple(ARCHITECTURES))
-    accepted.flag("at_import", at_import)
-    state = Driver(arch, accepted.whole("sms", sms, 1, accepted.MOST_SMS))
-    hook = OnImport(state)
-    if at_import and not any(name in sys.modules for name in PACKAGES):
-        sys.meta_path.insert(0, hook)
-    else:
-        hook.end = loaded(state)
-    try:
-        yield state
-    except Exception as problem:
-        if state.failure is not None:
-            raise state.failure from problem
-        raise
-    finally:
-        hook.end()
-        if hook in sys.meta_path:
-            sys.meta_path.remove(hook)
-    if state.failure is not None:
-        raise state.failure
