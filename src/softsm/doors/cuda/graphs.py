@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Set
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
-from softsm.doors.cuda.streams import APART, DEFAULT, IN_ORDER, Clock, apart, lane_of, merge, named
-
-if TYPE_CHECKING:
-    from softsm.doors.cuda.runtime import Runtime
+from softsm.doors.cuda.streams import APART, DEFAULT, IN_ORDER, Clock, Streams, apart, lane_of, merge, named
 
 SUCCESS, INVALID_VALUE, ILLEGAL_STATE, UPDATE_FAILURE = 0, 1, 401, 910
 UNSUPPORTED, INVALIDATED, MERGE, UNMATCHED, UNJOINED, ISOLATION, IMPLICIT, CAPTURED_EVENT = range(900, 908)
@@ -24,6 +21,17 @@ NO_CAPTURE, CAPTURES, BROKEN = range(3)  # cudaStreamCaptureStatus
 ADDED = 1 << 62 | APART  # in place of a stream: the node that the program adds
 NOW = -1  # in place of a status: host.cpp calls a function of the program
 CALLS = "begin end capturing create add added host include size instantiate update launch resume forget".split()
+
+
+class Runs(Protocol):
+    """What runs the work: runtime.Runtime."""
+
+    streams: Streams
+    failure: BaseException | None
+
+    def synchronise(self) -> int: ...
+
+    def failed(self) -> int: ...
 
 
 class Refused(Exception):
@@ -90,7 +98,7 @@ class Capture:
 class Graphs:
     """The graphs of a program, by their handles, and the streams that it captures."""
 
-    def __init__(self, runtime: Runtime):
+    def __init__(self, runtime: Runs):
         self.runtime, self.streams = runtime, runtime.streams
         self.graphs: dict[int, Graph] = {}
         self.executables: dict[int, Executable] = {}
