@@ -20,6 +20,7 @@ from dsv4.v4.backward import V4Backward
 # variant. Groups of 3 are packed by copies, or each head alone, and their shares of dK and dV are summed.
 GROUPS = (1, 2, 3, 4, 8, 16)
 KV_HEADS = 132  # enough for every SM, so that all heads of a group go together
+FEW_HEADS = 32  # too few work tiles to loop over them
 # (tokens, sequences, causal): a dense batch, a varlen batch, one whose sequences are ordered by length.
 BATCHES = (256, 0, False), (256, 1, False), (1024, 2, True)
 # Above head dim 128 the heads of a group are not packed. Tiles of products are small where they are few.
@@ -30,7 +31,7 @@ def fmha_launches(head_dim: int, dtype: torch.dtype, arch: str, **options: Any) 
     """Return the launches of fmha's and fmha_varlen's gradients, whatever the mask or the sink, with dQ summed in any
     order; without groups, also always in the same one. options: of fmha."""
     found = []
-    sizes = [*((group, KV_HEADS) for group in GROUPS), (1, 1)]  # (1, 1): too few work tiles to loop over
+    sizes = [*itertools.product(GROUPS, (KV_HEADS, FEW_HEADS)), (1, 1)]
     if head_dim > 128:
         sizes = list(itertools.product(UNPACKED, FEW_OR_MANY))
     for (tokens, sequences, causal), (group, kv_heads) in itertools.product(BATCHES, sizes):

@@ -260,7 +260,9 @@ def problems(head_dim: int, dtype: str, kind: str, phase: str, page_size: int = 
     options: dict[str, Any] = dict(dtype=DTYPES[dtype])
     if phase == "large" and (kind == "paged" or head_dim == 512):
         return  # no separate kernel
-    queries, heads = (ROWS_OF[phase], 1) if phase in ROWS_OF else (1, 8)
+    queries, several = (ROWS_OF[phase], (1,)) if phase in ROWS_OF else (1, (8,))
+    if head_dim == 64 and kind == "dense" and phase == "large":
+        several = (1, 5)  # a diagonal of packed rows that does not meet the corners of tiles
     # CTAs that loop have variants by which tiles of keys need a mask: with as many keys as queries, the diagonal meets
     # the corners of the tiles, with one key more it does not.
     masks = [((-1, -1), 4096)] + [((-1, 0), queries), ((-1, 0), queries + 1), ((5, -1), 4096)] * (phase == "large")
@@ -273,7 +275,8 @@ def problems(head_dim: int, dtype: str, kind: str, phase: str, page_size: int = 
         split |= {200: (4, 8), 64: (16, 32, 64, 128, 256)}
     same = (False, True) if head_dim == 512 else (False,)
     starts = (False, True) if kind == "varlen" and phase == "large" else (False,)  # queries and keys share it
-    for batch, same_kv, (window, keys) in itertools.product(split if phase == "split" else (1,), same, masks):
+    batches = split if phase == "split" else (1,)
+    for batch, same_kv, (window, keys), heads in itertools.product(batches, same, masks, several):
         if kind == "varlen":
             q = torch.empty(batch * queries, heads, head_dim, **options)
             k = torch.empty(keys, 1, head_dim, **options)

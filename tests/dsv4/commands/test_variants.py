@@ -17,6 +17,7 @@ from deepseek_v4.step import CSA, HCA  # noqa: E402
 from dsv4.bench.v4 import V4Case  # noqa: E402
 from dsv4.commands import moe_variants, variants  # noqa: E402
 from dsv4.fmha import problem  # noqa: E402
+from dsv4.fmha.backward import FmhaBackward  # noqa: E402
 from dsv4.fmha.kernels.backward import Adding  # noqa: E402
 from dsv4.fmha.kernels.sm90 import backward  # noqa: E402
 from dsv4.runtime import aot, calls, dispatch  # noqa: E402
@@ -79,7 +80,7 @@ def test_compressed_rows_without_rope_are_written():
 # tiles, few keys
 SHAPES = [(64, 1, 8192, 8, 8), (1, 1, 131072, 8, 8), (2, 2048, 2048, 16, 1), (1, 512, 512, 4, 1), (1, 40, 131072, 2, 4),
           (3, 300, 4096, 3, 1), (8, 4, 1000, 1, 16), (3, 4096, 4096, 16, 8), (62, 24, 24, 2, 8),
-          (4, 1, 50, 2, 4)]  # fmt: skip
+          (4, 1, 50, 2, 4), (1, 2000, 2000, 8, 5)]  # fmt: skip
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
@@ -128,6 +129,20 @@ def test_gradients_of_fmha_are_written(arch, d, dtype):
     gradients = set(launched) - forward
     assert "backward_rows" in launched.values() and len(gradients) >= 2
     assert not gradients - written(["fmha-backward"], arch, d, dtype), [launched[one] for one in gradients]
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("group", [1, 2, 4, 8])
+def test_gradients_of_few_work_tiles_are_written(d, group):
+    """Query heads go together, but CTAs do not loop."""
+    q, k, v = (torch.empty(2, 1024, n, d, dtype=torch.bfloat16, device="meta") for n in (8 * group, 8, 8))
+    p = replace(problem.dense(q, k, v), out=torch.empty_like(q), lse=torch.empty(2, 8 * group, 1024, device="meta"))
+    b = FmhaBackward(p, torch.empty_like(q), None, *(torch.empty_like(x) for x in (q, k, v)))
+    launched = calls.launches_of(b, dispatch.compile_target("sm_90a"))
+    missing = [
+        x.constants for x in launched if aot.variant_of(x, "sm_90a") not in written(["fmha-backward"], "sm_90a", d)
+    ]
+    assert not missing
 
 
 def test_gradients_of_groups_are_written(monkeypatch):
