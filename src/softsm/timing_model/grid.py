@@ -37,6 +37,21 @@ def over_grid(trace: LaunchTrace, known: list[tuple[int, float]]) -> np.ndarray:
     return np.interp(every % first, at, means)
 
 
+def durations(start: np.ndarray, end: np.ndarray, kinds: np.ndarray, resident: int) -> tuple[dict[int, float], float]:
+    """Returns how long each kind of cluster runs on a full multiprocessor, and how much longer the first ones run,
+    which start together with cold caches. A cluster that ends after the last has started had fewer beside it; it
+    counts only if all of its kind did."""
+    took, full, first = end - start, end <= start.max(), np.arange(len(kinds)) < resident
+    known, more = {}, []
+    for n in sorted(set(kinds.tolist())):
+        mine = kinds == n
+        warm, cold = took[mine & full & ~first], took[mine & full & first]
+        if len(warm) and len(cold):
+            more.append(float(cold.mean() - warm.mean()))
+        known[n] = float(next(x for x in (warm, cold, took[mine & ~first], took[mine]) if len(x)).mean())
+    return known, max(0.0, float(np.mean(more))) if more else 0.0
+
+
 def makespan(durations: np.ndarray, slots: int, more: float) -> float:
     """Returns when the last cluster ends. Each starts in the first free slot; a slot's first one runs `more` longer."""
     if len(durations) <= slots or durations.min() == durations.max():
@@ -98,9 +113,10 @@ def beside_longest(trace: LaunchTrace, each: int, sms: int, heavy: int) -> list[
 
 
 def queues_of(kinds: list[int], shares: list[float] | None, resident: int, waves: int) -> list[list[int]]:
-    """Returns the kinds of clusters (traces) in each slot of a multiprocessor, in order. Each kind is once neither the
-    first of its slot, which starts with cold code, nor the last, which ends alone, if a slot runs that many. Where the
-    shares of the traces are known, each kind is as frequent as in the grid: a long one mostly runs next to others."""
+    """Returns the kinds of clusters (traces) that start on each slot of a multiprocessor, and of those that follow
+    wherever one becomes free, in order. Each kind is once neither in the first row, which starts with cold code, nor in
+    the last, which ends alone, if there are so many. Where the shares of the traces are known, each kind is as frequent
+    as in the grid: a long one mostly runs next to others."""
     each = sorted(set(kinds))
     many = len(each)
     length, most = QUEUE

@@ -12,7 +12,7 @@ from softsm.timing_model import machine
 from softsm.timing_model.atomics import Atomics, slices_of
 from softsm.timing_model.exchanges import held_up_ns
 from softsm.timing_model.follow import CannotFollow, refuse_work_by_atomics
-from softsm.timing_model.grid import beside_longest, makespan, over_grid, queues_of, unevenness
+from softsm.timing_model.grid import beside_longest, durations, makespan, over_grid, queues_of, unevenness
 from softsm.timing_model.lower import LONG_CODE, Path, kinds_of, lowering_of
 from softsm.timing_model.machine import CP_ASYNC, GATHER, LOAD
 from softsm.timing_model.parameters import Gpu
@@ -212,11 +212,17 @@ class Model:
         return max(alone, min(g["l2.merged"], served * alone))
 
     def replay(
-        self, queues: list[list[int]], clock: float, active: int, log: int = 0, whole: bool = True, more: int = -1
+        self,
+        queues: list[list[int]],
+        clock: float,
+        active: int,
+        log: int = 0,
+        whole: bool = True,
+        rest: list[int] | None = None,
     ) -> Run:
         """Replays one multiprocessor. queues: for each of its slots, the traces that run there in sequence. If not
-        whole, the last trace of each slot must start but need not end. With `more`, each slot has one trace, and
-        `more` others like the first start wherever a slot becomes free."""
+        whole, the last trace of each slot must start but need not end. With `rest`, each slot has one trace, and the
+        rest start one after another wherever a slot becomes free."""
         trace = self.trace
         memory, write = self.memory(clock, active)
         p = np.array([self.gpu[name] if name else 0.0 for name in machine.PARAMETERS])
@@ -230,9 +236,9 @@ class Model:
         p[machine.ISSUE_CYCLES] = issue_cycles(self.gpu["issue"], self.fetched_again, len(queues) * each)
         order = [n for q in queues for n in q]
         places = [place for place, q in enumerate(queues) for _ in q]
-        if more >= 0:
-            order += order[:1] * more
-            places += [n % len(queues) for n in range(more)]
+        if rest is not None:
+            order += rest
+            places += [n % len(queues) for n in range(len(rest))]
         ways: list[Path] = []
         tables, placed, events_of = [], {}, {}
         at, events_at = 0, 0
@@ -268,8 +274,8 @@ class Model:
             base = len(nexts)
             nexts += [base + k + 1 if k + 1 < len(q) else -1 for k in range(len(q))]
             begins += [place * later if k == 0 else -1.0 for k in range(len(q))]
-        if more >= 0:
-            nexts, begins = [machine.ANY] * len(order), begins + [-1.0] * more
+        if rest is not None:
+            nexts, begins = [machine.ANY] * len(order), begins + [-1.0] * len(rest)
         events = np.concatenate(tables) if tables else np.zeros((0, 4))
         ints = self.costs.ints
         s_ins, s_ev, s_cnt = (np.concatenate(x) for x in zip(*((y.instructions, y.events, y.counts) for y in ways)))
@@ -383,9 +389,9 @@ class Model:
                 return self._in_waves(f, log, whole)
             shares = None if self.trace.lengths is None else shares_of(self.trace)
             queues = queues_of(self.kinds, shares, resident, -(-total // slots))
-            whole |= {n for q in queues for n in q[:-1]} < {n for q in queues for n in q}
-            run = self.replay(queues, f, self.sms, log, whole)
-            cycles = self._schedule(run, queues, slots)
+            rest = [q[k] for k in range(1, len(queues[0])) for q in queues]
+            run = self.replay([q[:1] for q in queues], f, self.sms, log, True, rest)
+            cycles = self._schedule(run, resident, slots)
         return self._prediction(run, cycles, f, resident, total / slots)
 
     def _alike(self) -> bool:
@@ -403,7 +409,7 @@ class Model:
         looked = min(many, TURNS * resident + many % resident) if whole else min(many, TURNS * resident)
         ended = looked if whole else looked - resident
         one = self.kinds[len(self.kinds) // 2]
-        run = self.replay([[one]] * resident, f, self.sms, log, whole, looked - resident)
+        run = self.replay([[one]] * resident, f, self.sms, log, whole, [one] * (looked - resident))
         begun = np.sort(run.start)
         cycles = float(run.end.max() if whole else begun[-1])
         left = many - looked if whole else many - ended
@@ -413,33 +419,11 @@ class Model:
             cycles += left * float(begun[last] - begun[early]) / (last - early)
         return self._prediction(run, cycles, f, resident, self.trace.total / self.slots)
 
-    def _schedule(self, run: Run, queues: list[list[int]], slots: int) -> float:
-        """Schedules all clusters in order, each into the slot that becomes free first. The first cluster of each slot
-        starts with the others' first ones and runs longer than its successors."""
+    def _schedule(self, run: Run, resident: int, slots: int) -> float:
+        """Schedules all clusters in order, each into the slot that becomes free first."""
         gap = self.gpu["cta.gap"]
-        cold: dict[int, list[float]] = {}
-        warm: dict[int, list[float]] = {}
-        last: dict[int, list[float]] = {}
-        at = 0
-        for q in queues:
-            for k, n in enumerate(q):
-                if k + 1 < len(q):
-                    # A CTA frees its slot before its last stores have landed, so the start of the next one counts.
-                    took, place = float(run.start[at + 1] - gap - run.start[at]), warm if k else cold
-                else:
-                    took, place = float(run.end[at] - run.start[at]), last
-                place.setdefault(n, []).append(took)
-                at += 1
-        both = [float(np.mean(cold[n]) - np.mean(warm[n])) for n in cold if n in warm]
-        more = float(np.mean(both)) if both else 0.0
-        known = []
-        for c, n in zip(self.trace.clusters, self.kinds):
-            if n in warm:
-                known.append((c.number, float(np.mean(warm[n]))))
-            elif n in cold:
-                known.append((c.number, float(np.mean(cold[n])) - more))
-            elif n in last:
-                known.append((c.number, last[n][0]))
+        took, more = durations(run.start, run.end, np.array(run.order), resident)
+        known = [(c.number, took[n]) for c, n in zip(self.trace.clusters, self.kinds) if n in took]
         return makespan(over_grid(self.trace, known) + gap, slots, more) - gap
 
     def _prediction(self, run: Run, cycles: float, f: float, resident: int, waves: float) -> Prediction:

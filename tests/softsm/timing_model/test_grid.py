@@ -124,6 +124,16 @@ def test_long_ctas_that_lie_together_are_not_spread_evenly() -> None:
     assert grid.most_work(work, 32, 8, 1.0) == pytest.approx(80)
 
 
+def test_clusters_count_while_others_run_beside_them() -> None:
+    """Two slots: short clusters (0) leave them to the next ones; the last long one (1) runs alone, and faster."""
+    kinds = np.array([1, 0, 0, 1, 0, 0, 1])
+    start = np.array([0.0, 0.0, 12.0, 22.0, 110.0, 120.0, 125.0])
+    end = np.array([110.0, 12.0, 22.0, 125.0, 120.0, 130.0, 185.0])
+    took, more = grid.durations(start, end, kinds, 2)
+    assert took == {0: 10.0, 1: 103.0}
+    assert more == pytest.approx((2.0 + 7.0) / 2)
+
+
 def test_long_warps_of_one_scheduler_take_longer() -> None:
     """CTAs of one warp, a quarter of them long; those of each multiprocessor come to its schedulers by turns."""
     turn = np.arange(4 * 64) // 4
