@@ -260,7 +260,8 @@ def problems(head_dim: int, dtype: str, kind: str, phase: str, page_size: int = 
     options: dict[str, Any] = dict(dtype=DTYPES[dtype])
     if phase == "large" and (kind == "paged" or head_dim == 512):
         return  # no separate kernel
-    queries, several = (ROWS_OF[phase], (1,)) if phase in ROWS_OF else (1, (8,))
+    queries = ROWS_OF.get(phase, 1)
+    several: tuple[int, ...] = (1,) if phase in ROWS_OF else (8,)
     if head_dim == 64 and kind == "dense" and phase == "large":
         several = (1, 5)  # a diagonal of packed rows that does not meet the corners of tiles
     # CTAs that loop have variants by which tiles of keys need a mask: with as many keys as queries, the diagonal meets
