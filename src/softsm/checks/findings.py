@@ -256,6 +256,9 @@ class Findings:
             return NOT_RELEASED.format(lanes=self.checker.order.releasing(them, entry.epoch))
         if op is not None and entry.kind == sh.RAW and entry.by_warp and seen(w, them, entry.epoch):
             return UNFENCED
+        copied = other_op is not None and other_op.kind == "cp.async"
+        if op is not None and entry.kind == sh.RAW and copied and self.checker.order.knows(w, other_op.number):
+            return UNFENCED
         fix = self.across(w, them)
         if fix and other_op is not None:
             if fix == WITHIN_CLUSTER:  # a wait for its completion is possible

@@ -86,6 +86,14 @@ def test_who_waited_must_be_followed_by_a_barrier():
     assert not advice(start + "bar.sync 0;\n" + other)
 
 
+def test_an_asynchronous_reader_of_a_cp_async_needs_a_fence():
+    """The copy is complete and a barrier lies between; but it wrote in the generic proxy."""
+    done = ADDRESS + COPY + "cp.async.commit_group;\ncp.async.wait_group 0;\n"
+    store = t.only("%p0", STORE + COMMIT) + LAST
+    said(done + "bar.sync 0;\n" + store, "put fence.proxy.async between them")
+    assert not advice(done + "fence.proxy.async;\nbar.sync 0;\n" + store)
+
+
 @pytest.mark.parametrize(
     "store, words",
     [

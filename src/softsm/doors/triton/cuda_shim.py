@@ -78,8 +78,8 @@ class CudaToCpu(TorchFunctionMode):
             return GPU if real.type == "cpu" else real
         if func is _GET_DEVICE:
             return 0
-        if func is torch.device:  # torch.device("cuda") itself works without CUDA
-            return func(*args, **kwargs)
+        if func is torch.device:  # torch.device("cuda") itself works without CUDA, torch.device(0) does not
+            return func("cuda", *args) if args and isinstance(args[0], int) else func(*args, **kwargs)
         if func is torch.Tensor.pin_memory:
             return args[0]
         if cuda_graph.capturing():

@@ -40,6 +40,7 @@ def shim(request):
         lambda: torch.ops.aten.empty.memory_format([2, 3], device="cuda"),
         lambda: torch.ops.aten.empty_strided([2, 3], [3, 1], device="cuda", dtype=torch.float16),
         lambda: torch.zeros(4, device=0),
+        lambda: torch.zeros(4, device=torch.device(0)),
         lambda: torch.randn(4, generator=torch.Generator(device="cuda").manual_seed(1), device="cuda"),
     ],
 )
