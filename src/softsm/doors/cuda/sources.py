@@ -36,7 +36,12 @@ CORRECTIONS: dict[str, list[tuple[str, str]]] = {
     "deep_gemm/epilogue/sm100_store_cd_swap_ab.cuh": [
         (r"epilogue_type_t::apply_index_n<", "epilogue_type_t::template apply_index_n<")
     ],
-    # TileLang: the same.
+    # clang's own header: without `volatile` these are gone where nobody uses what was there before.
+    "include/__clang_cuda_intrinsics.h": [
+        (r'__asm__\((\s*"atom\.)', r"__asm__ volatile(\1"),
+        (r'("f"\(__val\.[yw]\))\s*:?\s*\);', r'\1 : "memory");'),
+    ],
+    # TileLang: `template` is missing, too.
     "tl_templates/cuda/copy_sm100.h": [(r"target_call_cls::copy<", "target_call_cls::template copy<")],
     # ThunderKittens: special registers in asm with operands are written with %%; nvcc also accepts %. A template that
     # nothing uses names an operand that is not there. `typename`, and commas between operands of asm, are missing.

@@ -15,7 +15,7 @@ import struct
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -151,11 +151,12 @@ class Driver(Runtime):
 
     ASKING, ALLOCATES, FREES = "cuFuncSetAttribute", "cuMemAlloc", "cuMemFree"
     COPIES, SETS = "cuMemcpy", "cuMemset"
+    # A program is run in several orders, and what it imports keeps its handles from one run to the next.
+    modules: ClassVar[dict[int, Module]] = {}  # by handle
+    loaded: ClassVar[dict[int, Kernel]] = {}  # kernels by handle
 
     def __init__(self, arch: str, sms: int, **options: Any):
         super().__init__(arch, sms, **options)
-        self.modules: dict[int, Module] = {}  # by handle
-        self.loaded: dict[int, Kernel] = {}  # kernels by handle
         self.compiler = Nvrtc(arch, self.note)
         self.context = 0
         self.handles = 0  # streams and events

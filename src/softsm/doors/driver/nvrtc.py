@@ -130,7 +130,9 @@ def compile_source(source: Source, given: list[str], arch: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "softsm_program.cu"
     file.write_text(text)
-    ptx = clang.kernels(file, arch, [*flags, "-I", str(folder), "-fdebug-compilation-dir=."])
+    number = re.sub(r"\D", "", arch)
+    flags += [f"-D__CUDA_ARCH_LIST__={number}0", "-I", str(folder), "-fdebug-compilation-dir=."]
+    ptx = clang.kernels(file, arch, flags)
     initial = re.compile(rf"^.*\b{MARK}(\d+) = (?:generic\()?([\w$]+)\)?;\n", re.M)
     source.lowered = {
         source.expressions[int(n)]: ctypes.create_string_buffer(name.encode()) for n, name in initial.findall(ptx)

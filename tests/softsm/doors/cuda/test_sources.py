@@ -29,6 +29,16 @@ def test_a_release_that_is_right_is_read_as_it_is(tmp_path):
     assert sources.corrected([file], tmp_path) == []
 
 
+def test_vector_atomics_of_clang_stay_where_nobody_uses_what_was_there(tmp_path):
+    file = tmp_path / "include" / "__clang_cuda_intrinsics.h"
+    file.parent.mkdir()
+    file.write_text('__asm__("atom.add.v2.f32 {%0, %1}, [%2], {%3, %4};" : : "f"(__val.x), "f"(__val.y));\n')
+    (tmp_path / "made").mkdir()
+    sources.corrected([file], tmp_path / "made")
+    text = (tmp_path / "made" / f"0-{file.name}").read_text()
+    assert text.startswith('__asm__ volatile("atom.add') and text.endswith('"f"(__val.y) : "memory");\n')
+
+
 @pytest.mark.parametrize(("arch", "macro"), [("sm_100a", "SM100A_ENABLED"), ("sm_103a", "SM103A_ENABLED")])
 def test_cutlass_knows_the_architecture(arch, macro):
     assert f"-DCUTLASS_ARCH_MMA_{macro}=1" in sources.macros(arch)

@@ -89,6 +89,17 @@ def test_a_module_is_loaded_and_launched():
         np.testing.assert_array_equal(result(cuda, target), 5 * np.arange(N))
 
 
+def test_a_kernel_may_be_kept_from_one_run_to_the_next():
+    """As in a module that the program imports: `softsm check` runs the program once for each order."""
+    with softsm.driver("sm_90a"):
+        kernel = prepared()[2]
+    with softsm.driver("sm_90a"):
+        cuda, _, other, source, target = prepared()
+        assert other != kernel
+        cuda.cuLaunchKernel(kernel, 4, 1, 1, 32, 1, 1, 0, 0, arguments(target, source, N), None)
+        np.testing.assert_array_equal(result(cuda, target), 3 * np.arange(N))
+
+
 def test_functions_are_found_by_name_and_version():
     with softsm.driver("sm_90a"):
         library = ctypes.CDLL("libcuda.so.1")
