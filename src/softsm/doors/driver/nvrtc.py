@@ -61,6 +61,7 @@ ACCEPTED = set(
     "builtin-move-forward no-source-include brief-diagnostics device-int128 device-float128 jump-table-density "
     "device-stack-protector fdevice-syntax-only ftz prec-div prec-sqrt fmad frandom-seed".split()
 )
+OF_NVCC = re.compile(r"O\d|W.*|expt-.*|extended-lambda")  # programs of TileLang have its flags
 VALUES = {*PASSED, "arch", "maxrregcount", "ptxas-options", "Xptxas", "diag-error", "diag-suppress", "diag-warn"}
 
 COMMENT_OR_STRING = r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"'
@@ -111,7 +112,7 @@ def options_of(given: list[str], arch: str) -> tuple[str, list[str], bool]:
             continue  # in place of the standard library, which clang has itself
         elif name in PASSED:
             flags += [f"{PASSED[name]}{value}"] if name != "include" else [PASSED[name], value]
-        elif name not in ACCEPTED:
+        elif name not in ACCEPTED and not OF_NVCC.fullmatch(name):
             raise UnknownOption(f"nvrtc: error: unrecognized option {word} found")
     return arch, flags, default_device
 

@@ -151,6 +151,7 @@ def test_the_runtime_library_knows_the_gpu(libraries):
         (["-I", "a", "--include-path=b", "-Ic", "-I/x/include/cuda/std"], "sm_90a", ["-Ia", "-Ib", "-Ic"], False),
         (["-DN=2", "-D", "M", "--define-macro=K=1"], "sm_90a", ["-DN=2", "-DM", "-DK=1"], False),
         (["--use_fast_math", "--fmad=false", "--fmad=true"], "sm_90a", ["-ffast-math", "-ffp-contract=off"], False),
+        (["-O3", "--expt-relaxed-constexpr", "-Wno-all"], "sm_90a", [], False),
         (["-std=c++20", "-pch", "-G", "--maxrregcount=32", "-diag-suppress", "20012"], "sm_90a", ["-std=c++20"], False),
     ],
 )
