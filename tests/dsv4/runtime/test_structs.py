@@ -23,7 +23,7 @@ class Outer(NamedTuple):
     inner: Inner
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["n"])
 def copy_kernel(tensors, n, sizes, D: gl.constexpr):
     gl.store(tensors.row_ptr + sizes.a, gl.load(tensors.list_ptr + n * tensors.inner.b))
 
@@ -55,10 +55,10 @@ def test_no_member_makes_a_variant(number):
     assert aot.argument_types(arguments()) == aot.argument_types(arguments(number, number, rows=4))
 
 
-def test_variants_are_those_of_pointers_types_and_other_arguments():
+def test_variants_are_those_of_pointers_and_types():
     variants = [arguments(), arguments(row=4), arguments(a=2**31), arguments(n=1)]
     sources = [aot.source_of(copy_kernel, x, dict(D=64))[0] for x in variants]
-    assert len({str((x.signature, x.attrs)) for x in sources}) == 4
+    assert len({str((x.signature, x.attrs)) for x in sources}) == 3
     assert sources[2].signature["sizes"] == Inner("i64", "fp32")
 
 
