@@ -38,5 +38,5 @@ def load(driver: Driver) -> Callable[[], None]:
         return driver.serve(SAME[name], a)
 
     text = library.source(list(SAME), TAIL)
-    ends = [library.loaded(soname, text, list(SAME), serve) for soname in SONAMES]
+    ends = [library.loaded(x, text, list(SAME), serve) for x in SONAMES if not library.is_another(x)]
     return library.all_of(ends)

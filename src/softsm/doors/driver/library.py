@@ -112,6 +112,14 @@ def loaded(soname: str, text: str, names: Sequence[str], serve: Callable[[str, l
     return end
 
 
+def is_another(soname: str) -> bool:
+    """Returns whether the process has a library of this name that is not softsm's: torch for CUDA loads its own."""
+    try:
+        return not hasattr(ctypes.CDLL(soname, mode=os.RTLD_NOLOAD | os.RTLD_LAZY), "softsm_serve")
+    except OSError:
+        return False
+
+
 def all_of(ends: Sequence[Callable[[], None]]) -> Callable[[], None]:
     """Returns one function that calls all."""
 

@@ -171,7 +171,8 @@ class Nvrtc:
     def load(self) -> Callable[[], None]:
         """Loads the libraries; returns what ends that."""
         names = sorted(name for name in dir(self) if name.startswith("nvrtc"))
-        ends = [library.loaded(x, library.source(names, TAIL), names, self.serve) for x in SONAMES]
+        text = library.source(names, TAIL)
+        ends = [library.loaded(x, text, names, self.serve) for x in SONAMES if not library.is_another(x)]
         return library.all_of(ends)
 
     def serve(self, name: str, a: list[int]) -> int:

@@ -8,7 +8,7 @@ import pytest
 
 import softsm
 from softsm.doors.cuda.compile import CompileError, find_clang
-from softsm.doors.driver import nvrtc
+from softsm.doors.driver import library, nvrtc
 
 SAXPY = """
 template <typename T> __global__ void saxpy(T a, const T* x, T* out, int n) {
@@ -135,6 +135,11 @@ def test_states_and_versions(libraries):
     assert lib.nvrtcGetPTXSize(ctypes.c_void_p(999), ctypes.byref(size)) == nvrtc.INVALID_PROGRAM
     lib.nvrtcGetErrorString.restype = ctypes.c_char_p
     assert lib.nvrtcGetErrorString(nvrtc.COMPILATION) == b"NVRTC_ERROR_COMPILATION"
+
+
+def test_a_library_that_torch_has_loaded_stays(libraries):
+    assert library.is_another("libc.so.6")
+    assert not library.is_another("libnvrtc.so.12") and not library.is_another("libnothing.so.1")
 
 
 def test_the_runtime_library_knows_the_gpu(libraries):
